@@ -1,4 +1,4 @@
-"""Tensors in values of any common shape: sequences, mappings, data classes."""
+"""Tensors in nested containers: sequences, mappings, data classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def tensors_in(value: object, levels: int = 16) -> Iterator[Tensor]:
-    """Every tensor in a value, ``levels`` deep: an attribute of a module may hold itself."""
+    """Yield every tensor in a value, up to ``levels`` deep, because a container may contain itself."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -31,14 +31,14 @@ def parts_of(value: object) -> Iterable[object] | None:
 
 
 def _fields_of(value: Any) -> Iterator[tuple[dataclasses.Field[Any], object]]:
-    """The fields that a data class holds, read past its class, which may refuse (configurations of transformers)."""
+    """Yield the fields of a data class instance with values, without properties that may raise (transformers)."""
     held = getattr(value, "__dict__", {})
     for field in dataclasses.fields(value):
         yield field, held[field.name] if field.name in held else getattr(value, field.name, None)
 
 
 def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value``, of any common shape, with ``change(tensor)`` for every tensor in it; itself where none is changed."""
+    """Replace every tensor in nested containers by ``change(tensor)``; returns ``value`` itself if none is changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
@@ -62,7 +62,7 @@ def _replace_in_mapping(value: Mapping[str, Any], change: Callable[[Tensor], Ten
     changed = _changed(value, change)
     if not changed:
         return value
-    copy: Any = copying.copy(value)  # transformers' ModelOutput keeps items and attributes alike when items are set
+    copy: Any = copying.copy(value)  # transformers' ModelOutput sets attributes when items are set
     for key, item in changed.items():
         copy[key] = item
     return copy

@@ -1,7 +1,7 @@
 # ruff: noqa: SLF001 - this module is the one place that may
-"""The private functions of torch that the engine calls, each with the public alternative that is missing.
+"""The private functions of torch that shardwise calls, each with the reason why no public one will do.
 
-Other modules read private names only on lines that are marked ``noqa: SLF001`` (versions of tensors, operators by name,
+Other modules use private names only on lines that are marked ``noqa: SLF001`` (versions of tensors, operators by name,
 registries of modules), import ``torch.utils._pytree``, ``torch.utils._python_dispatch`` and torch's fake tensors, and
 call ``torch._foreach_*``. A test keeps the list of modules with marked lines from growing.
 """
@@ -38,39 +38,39 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 #: The sequence number that the next autograd node of this thread will get. There is no public way to read the counter.
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
-#: When an autograd node was made, in this thread's count. Nodes show it only under a private name.
+#: The sequence number of an autograd node, in the count of its thread. Nodes have it only under a private name.
 sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 #: Runs a function when the backward under way has finished, as torch's own DDP and FSDP do.
-#: ``Tensor.register_post_accumulate_grad_hook`` cannot serve: parameters that were not used never fire.
+#: ``Tensor.register_post_accumulate_grad_hook`` cannot replace it: unused parameters never fire.
 at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
-#: The innermost hooks on saved tensors: to pack, and to unpack. There is no public way to call those of a checkpoint.
+#: The innermost hooks on saved tensors: pack and unpack. There is no public way to call the hooks of a checkpoint.
 saved_tensors_hooks_here: Callable[[], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = functools.partial(
     torch._C._autograd._top_saved_tensors_default_hooks,
     False,  # noqa: FBT003 - also where a function is traced
 )
 
-#: What ``torch.compile`` has this thread's calls traced by; ``None`` outside of it. ``torch.compiler.is_compiling`` is
-#: false where torch has given the tracing up, and runs a call as it is.
+#: The callback by which ``torch.compile`` traces this thread's calls; ``None`` outside of it.
+#: ``torch.compiler.is_compiling`` is false if torch has given up tracing and runs a call uncompiled.
 tracing_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
-#: The ``DistributedDataParallel`` whose forward is under way, or ``None``; it does not tell in public.
+#: The ``DistributedDataParallel`` whose forward is under way, or ``None``; there is no public name.
 active_ddp: Callable[[], Any] = functools.partial(getattr, DistributedDataParallel, "_active_ddp_module")
 
-#: Zeroes a list of tensors, as ``optimizer.zero_grad(set_to_none=False)`` does; as ``__torch_dispatch__`` is given it.
+#: The operator that ``__torch_dispatch__`` gets from ``optimizer.zero_grad(set_to_none=False)``.
 foreach_zero: Callable[..., Any] = torch.ops.aten._foreach_zero_.default
 
-#: The Newton-Schulz iteration of ``torch.optim.Muon`` for one matrix, without a public name. Overwrites bfloat16.
+#: The Newton-Schulz iteration of ``torch.optim.Muon`` for one matrix, without a public name. Overwrites bfloat16 input.
 orthogonalized: Callable[..., Any] = _zeropower_via_newtonschulz
 
-#: For a subclass of Tensor that has ``__torch_dispatch__`` only.
+#: ``__torch_function__`` of a Tensor subclass that has only ``__torch_dispatch__``.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
-#: Inside it subclasses of Tensor with ``__torch_function__`` are taken for plain tensors; torch has no public name.
+#: Context in which Tensor subclasses with ``__torch_function__`` are treated as plain tensors; no public name.
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
-#: Inside it modes of functions see no call, and subclasses of Tensor are taken for plain tensors.
+#: Context in which function modes intercept no call, and Tensor subclasses are treated as plain tensors.
 without_function_modes: Any = torch._C.DisableTorchFunction
 
 
@@ -85,7 +85,7 @@ def on_plain_tensors(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return run
 
 
-#: ``Tensor.grad`` itself, for a subclass that overrides it. Its class has a private name.
+#: The descriptor of ``Tensor.grad``, for a subclass that overrides it. Its class has a private name.
 grad: Any = torch._C.TensorBase.grad
 
 
@@ -93,7 +93,7 @@ grad: Any = torch._C.TensorBase.grad
 def is_pointwise(name: str) -> bool:
     """Whether every operator of ``aten`` of this name that takes and returns tensors is tagged as element-wise.
 
-    Operators do not show their arguments in public.
+    Operators have no public schema.
     """
     packet = getattr(torch.ops.aten, name, None)
     found = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
@@ -102,26 +102,26 @@ def is_pointwise(name: str) -> bool:
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that ``tensor`` is a view of, the same object while it lives. Tensors do not tell in public."""
+    """Return the tensor of which ``tensor`` is a view, as the same object while it lives; there is no public name."""
     return tensor._base
 
 
 def as_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func`` with a subclass of Tensor taken for a plain one; the result is plain.
+    """Call ``func`` with Tensor subclasses treated as plain tensors; the result is plain.
 
-    ``Tensor.__torch_function__`` would make results of the subclass; torch keeps the way around that private.
+    ``Tensor.__torch_function__`` would return the subclass; the function that avoids this is private.
     """
     with torch._C.DisableTorchFunctionSubclass():  # torch.compile traces it, unlike _disabled_torch_function_impl
         return func(*args, **kwargs)
 
 
 def break_graph() -> None:
-    """Make ``torch.compile``, which traces this call, leave it to Python. Torch has no public name for it."""
+    """Make ``torch.compile``, which traces this call, break its graph and run the rest in Python; no public name."""
     torch._dynamo.graph_break()
 
 
 def never_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Keep ``torch.compile`` from a function, and from what it calls, where a graph was broken around its call.
+    """Exclude a function, and the functions that it calls, from ``torch.compile`` after a graph break.
 
     ``torch.compiler.disable`` would load the compiler, which takes seconds.
     """
@@ -132,7 +132,7 @@ def never_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def empty_subclass(cls: type[Tensor], like: Tensor) -> Any:
-    """A tensor of a subclass that has ``__torch_dispatch__``, with the shape, dtype and device of ``like``: no memory.
+    """Make a tensor without memory of a ``__torch_dispatch__`` subclass, with shape, dtype and device of ``like``.
 
     torch documents ``_make_wrapper_subclass`` for such subclasses, under a private name.
     """
@@ -141,13 +141,13 @@ def empty_subclass(cls: type[Tensor], like: Tensor) -> Any:
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Whether ``torch.compile(module)`` gave this module, or ``module.compile()`` was called on it."""
-    dynamo = sys.modules.get("torch._dynamo")  # which nothing here shall load: it takes a second
+    """Whether the module was returned by ``torch.compile(module)``, or ``module.compile()`` was called."""
+    dynamo = sys.modules.get("torch._dynamo")  # not imported, because that takes a second
     return module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
 
 def norms(tensors: list[Tensor], dtype: torch.dtype, order: float = 2) -> list[Tensor]:
-    """The norm of each tensor, computed in ``dtype``.
+    """Compute the norm of each tensor in ``dtype``.
 
     ``torch.nn.utils.get_total_norm`` makes the same foreach call, but in the dtype of the tensors.
     """
@@ -157,7 +157,7 @@ def norms(tensors: list[Tensor], dtype: torch.dtype, order: float = 2) -> list[T
 def is_in_distributed_autograd() -> bool:
     """Whether a backward of ``torch.distributed.autograd`` is under way in this process.
 
-    It runs hooks in threads that do not know its context; the engine's count of them has a private name.
+    It runs hooks in threads without access to its context; the count of such backwards has a private name.
     """
     if not has_rpc_agent():
         return False
@@ -171,29 +171,30 @@ has_rpc_agent: Callable[[], bool] = getattr(
 
 
 def num_collectives() -> int:
-    """The number of collectives that this process has begun, but for those over groups that this library has opened.
+    """Count the collectives that this process has issued, except those over groups that this library has opened.
 
-    Collectives over torch's own groups write tensors without a count of changes, and there is no hook on them.
+    Collectives write tensors without incrementing their version counters, and there is no hook on them.
     """
     from torch.distributed import distributed_c10d
 
     found = 0
     for group in distributed_c10d._world.pg_map:
         if not group.group_name.startswith("shardwise/"):
-            with contextlib.suppress(RuntimeError):  # a backend that does not number them
+            with contextlib.suppress(RuntimeError):  # the backend does not number collectives
                 found += group._get_sequence_number_for_group()  # pyrefly: ignore
     return found
 
 
 def version_of(tensor: Tensor) -> int:
-    """The number of times that a tensor was written in place, as autograd counts; inference tensors have no count."""
+    """Return the version counter of a tensor: its number of in-place writes; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """A number that two tensors share exactly when they share storage. ``data_ptr`` is 0 for all meta tensors.
+    """Return a number that is equal for two tensors if and only if they share storage.
 
-    A sparse tensor lies where its values lie. 0: there is no storage (opaque tensors, those inside of ``torch.func``).
+    ``data_ptr`` would not do, because it is 0 for all meta tensors. The storage of a sparse tensor is that of its
+    values. Tensors without storage (opaque ones, those inside ``torch.func``) have 0.
     """
     try:
         return tensor.untyped_storage()._cdata
@@ -205,19 +206,19 @@ def storage_identity(tensor: Tensor) -> int:
 
 
 def num_holders(tensors: Sequence[Tensor]) -> tuple[int, int]:
-    """Tensors and storages that share memory with the first of these, and references to all of them.
+    """Count the users of the first tensor's storage, and the references to all the tensors.
 
-    Two equal results tell that nobody has come to hold the tensors, or views of the first one, in between.
+    Equal results of two calls mean that the user keeps no new reference to the tensors, or to views of the first.
     """
     uses = torch._C._storage_Use_Count(tensors[0].untyped_storage()._cdata)
     return uses, sum(map(sys.getrefcount, tensors))
 
 
 def backward_under_modes(outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
-    """``torch.autograd.backward(outputs, gradients)`` with torch function modes on; ``None``: gradients of one.
+    """Run ``torch.autograd.backward(outputs, gradients)`` with torch function modes on; ``None``: gradients of one.
 
-    A mode is off while it handles a call, and ``Tensor.backward`` and ``torch.autograd.backward`` are calls that it is
-    asked about. What is recomputed inside of them would then take other kernels than the forward has.
+    A mode is off while it handles a call, and modes handle ``Tensor.backward`` and ``torch.autograd.backward``. A
+    recomputation inside would then use different kernels than the forward.
     """
     keeps_graph = makes_graph = False
     given = tuple(gradients) if gradients is not None else tuple(torch.ones_like(output) for output in outputs)
@@ -226,12 +227,12 @@ def backward_under_modes(outputs: Sequence[Tensor], gradients: Sequence[Tensor] 
     )
 
 
-#: Whether code runs inside a transform of ``torch.func`` (``grad``, ``jvp``, ``vmap``), which does not tell in public.
+#: Whether code runs inside a transform of ``torch.func`` (``grad``, ``jvp``, ``vmap``); there is no public name.
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def is_in_functional_call() -> bool:
-    """Whether ``torch.func.functional_call`` is under way in this thread: it leaves no other trace than its frame."""
+    """Whether ``torch.func.functional_call`` is under way in this thread; only its frame shows it."""
     frame = sys._getframe()
     while frame is not None and frame.f_code is not _functional_call.__code__:
         frame = frame.f_back
@@ -239,44 +240,44 @@ def is_in_functional_call() -> bool:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether hooks on saved tensors (``checkpoint``'s, ``save_on_cpu``'s) are in force. Only one pair is at a time."""
+    """Whether hooks on saved tensors (``checkpoint``'s, ``save_on_cpu``'s) are active. Only one pair is at a time."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003 - takes no keyword
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's own parameters, live. ``named_parameters`` gives copies of the entries; the engine replaces them."""
+    """The module's own dict of parameters, in which the engine replaces entries; ``named_parameters`` copies them."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own buffers, live. ``register_buffer`` would forget whether one is persistent."""
+    """The module's own dict of buffers. ``register_buffer`` would change whether a buffer is persistent."""
     return module._buffers
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The module's own children, live. ``named_children`` leaves out one that is registered twice."""
+    """The module's own dict of children. ``named_children`` omits a child that is registered twice."""
     return module._modules
 
 
 def replica_of(module: nn.Module) -> nn.Module:
-    """A shallow copy without parameters, as ``torch.nn.DataParallel`` makes; RNNs have their own way."""
+    """Make a shallow copy without parameters, as ``torch.nn.DataParallel`` does; RNNs override the method."""
     return module._replicate_for_data_parallel()
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
-    """Whether a buffer is part of the state dict. nn.Module has no public question for it."""
+    """Whether a buffer is part of the state dict; there is no public name."""
     return name not in module._non_persistent_buffers_set
 
 
 def forward_pre_hooks_of(module: nn.Module) -> dict[int, Callable[..., object]]:
-    """The module's forward pre-hooks, live. ``register_forward_pre_hook`` is too slow for guards that come and go."""
+    """The module's dict of forward pre-hooks. ``register_forward_pre_hook`` is too slow for frequent changes."""
     return module._forward_pre_hooks
 
 
 def hook_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Register a gradient hook on a tensor that runs before those it has. ``Tensor.register_hook`` puts it behind them.
+    """Register a gradient hook that runs before the tensor's other hooks; ``Tensor.register_hook`` appends it.
 
-    The dict of hooks is filled anew: autograd calls them in the order of insertion, whatever an ``OrderedDict`` says.
+    The dict of hooks is rebuilt, because autograd calls them in insertion order, also for an ``OrderedDict``.
     """
     handle = tensor.register_hook(hook)
     hooks = tensor._backward_hooks
@@ -289,19 +290,19 @@ def hook_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Whether the user put hooks on a parameter's gradient. Tensors do not tell in public."""
+    """Whether the user registered hooks on a parameter's gradient; there is no public name."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def rnn_weight_names(module: nn.RNNBase) -> list[str]:
-    """Names of the weights in the list that an RNN computes from, which it keeps beside its parameters."""
+    """Names of the weights in the list with which an RNN computes, which is separate from its parameters."""
     return module._flat_weights_names
 
 
 def set_ignored_by_ddp(module: nn.Module, names: Iterable[str]) -> None:
-    """Give the names of parameters that ``DistributedDataParallel(module)`` is to leave out.
+    """Set the names of parameters that ``DistributedDataParallel(module)`` ignores.
 
-    It asks the module for this private attribute; the method that sets it is private as well
+    It reads this private attribute of the module; the method that sets it is private too
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/parallel/distributed.py).
     """
     module.__dict__.setdefault("_ddp_params_and_buffers_to_ignore", names)
@@ -310,7 +311,7 @@ def set_ignored_by_ddp(module: nn.Module, names: Iterable[str]) -> None:
 def set_refusal_of_fsdp(module: nn.Module, refuse: Callable[[], object]) -> None:
     """Make torch's FSDP1 and FSDP2 (``fully_shard``, ``replicate``) call ``refuse`` when they receive ``module``.
 
-    FSDP1 asks each parameter for ``_fsdp_flattened``, as a condition; FSDP2 looks into the registry of composable
+    FSDP1 evaluates ``_fsdp_flattened`` of each parameter as a condition; FSDP2 reads the registry of composable
     functions of each module. Neither has a public hook before it changes the module
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_init_utils.py, ``_get_orig_params``;
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/_composable/contract.py).
@@ -333,7 +334,7 @@ class _Refusal:
 
 
 class _RefusingRegistry(dict[str, Any]):
-    """Names of composable functions that have been applied to a module; raises when asked for one that shards."""
+    """Registry of composable functions that have been applied to a module; raises if searched for one that shards."""
 
     def __init__(self, refuse: Callable[[], object]) -> None:
         super().__init__()
@@ -346,15 +347,15 @@ class _RefusingRegistry(dict[str, Any]):
 
 
 def parameters_of_ddp_forward() -> list[nn.Parameter]:
-    """The parameters that ``DistributedDataParallel`` synchronises, if its forward is under way."""
+    """The parameters of the ``DistributedDataParallel`` whose forward is under way; none outside of one."""
     active = active_ddp()
     return active._module_parameters if active is not None else []
 
 
 def hook_innermost(optimizer: torch.optim.Optimizer, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Run ``before`` as the last hook before a step and ``after`` as the first behind it; called before each step.
+    """Run ``before`` as the last hook before a step and ``after`` as the first hook after it; call it before each step.
 
-    ``register_step_pre_hook`` and ``register_step_post_hook`` put every hook behind those that are there.
+    ``register_step_pre_hook`` and ``register_step_post_hook`` can only append.
     """
     first: Any = optimizer._optimizer_step_post_hooks
     optimizer._optimizer_step_pre_hooks.pop(-1, None)
@@ -364,37 +365,37 @@ def hook_innermost(optimizer: torch.optim.Optimizer, before: Callable[..., Any],
 
 
 def take_scale_as_attribute(optimizer: torch.optim.Optimizer) -> None:
-    """Make ``GradScaler.step`` put its findings on the optimizer and step it always, as it does with fused ones.
+    """Make ``GradScaler.step`` set its findings on the optimizer and always step it, as with fused optimizers.
 
-    Otherwise the scaler fails without a word of why where it finds no gradients. It asks for this private attribute
+    Otherwise the scaler raises an unclear error if it finds no gradients. It reads this private attribute
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py, ``step``).
     """
     optimizer._step_supports_amp_scaling = True  # pyrefly: ignore[missing-attribute]
 
 
 def read_scale_on_host(optimizer: torch.optim.Optimizer) -> None:
-    """Make ``GradScaler.step`` read its findings, and leave a step out, as with optimizers that are not fused.
+    """Make ``GradScaler.step`` read its findings on the host and skip a step, as with optimizers that are not fused.
 
-    A fused optimizer on the host would get a finding of the GPU by a copy that it does not wait for. The private
-    attribute is that of :func:`take_scale_as_attribute`.
+    A fused optimizer on the host would read the GPU's finding from a copy without waiting for it. The private attribute
+    is that of :func:`take_scale_as_attribute`.
     """
     optimizer._step_supports_amp_scaling = False  # pyrefly: ignore[missing-attribute]
 
 
 def allow_foreach(cls: type[Tensor]) -> None:
-    """Allow optimizers to choose their foreach and fused implementations for parameters of this class by themselves.
+    """Allow optimizers to choose their foreach and fused implementations for parameters of this class.
 
-    They do so for an exact list of types only; the public alternative is to pass ``foreach=True`` each time
+    They do so only for a list of exact types; the public alternative is to pass ``foreach=True`` each time
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py, ``_default_to_fused_or_foreach``).
     """
     _foreach_supported_types.append(cls)
 
 
 def wrapped_tensors(tensor: Tensor) -> dict[str, Tensor] | None:
-    """The plain tensors that a tensor subclass wraps, by attribute; ``None`` for a plain tensor.
+    """Return the plain tensors that a tensor subclass wraps, by attribute; ``None`` for a plain tensor.
 
-    ``__tensor_flatten__`` is what torch asks of subclasses that can be compiled; the question whether one has it is
-    private (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_python_dispatch.py).
+    torch requires ``__tensor_flatten__`` of subclasses that can be compiled; the function that checks for it is private
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_python_dispatch.py).
     """
     if not is_traceable_wrapper_subclass(tensor):
         return None
@@ -403,16 +404,16 @@ def wrapped_tensors(tensor: Tensor) -> dict[str, Tensor] | None:
 
 
 def state_after_step(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-    """The state that ``optimizer`` keeps of a parameter shaped as ``like`` after a step with a gradient of zeros.
+    """Return the state that ``optimizer`` has for a parameter shaped as ``like`` after a step with a gradient of zeros.
 
-    There is no public way to ask an optimizer for empty state. The step is made by a copy of the optimizer that holds a
-    parameter of its own: nothing else changes.
+    There is no public way to make an optimizer's empty state. The step is made by a copy of the optimizer with a new
+    parameter, so that nothing else changes.
     """
     parameter = nn.Parameter(torch.zeros_like(like))
     parameter.grad = torch.zeros_like(like)
     made = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__)
-    made.__dict__.pop("step", None)  # schedulers put a bound one there
+    made.__dict__.pop("step", None)  # schedulers set a bound method there
     made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     made.state = defaultdict(dict)
     made.param_groups = [{**settings, "params": [parameter]}]
@@ -421,10 +422,10 @@ def state_after_step(optimizer: torch.optim.Optimizer, settings: Mapping[str, An
 
 
 def recorded_collectives() -> bytes:
-    """Torch's flight recorder of NCCL without stacks, as ``torchfrtrace`` reads it; empty on a CPU.
+    """Dump torch's flight recorder of NCCL without stacks, for ``torchfrtrace``; empty on a CPU.
 
-    The device is asked which collectives it has done, and not waited for. In public torch writes a recorder only when
-    its own watch times out.
+    This asks the device which collectives it has completed, without waiting. Publicly, torch writes a recorder only
+    when its own watchdog times out.
     """
     if not torch.cuda.is_initialized():
         return b""
@@ -434,7 +435,7 @@ def recorded_collectives() -> bytes:
 
 @contextlib.contextmanager
 def memory_history(path: str) -> Iterator[None]:
-    """Inside, the CUDA allocator notes what it gives and takes; then, also after an error, the notes are at ``path``.
+    """Record the CUDA allocator's history inside the context, and write it to ``path`` at the end, also after an error.
 
     Torch documents both calls (docs.pytorch.org/docs/stable/torch_cuda_memory.html) under private names.
     """
@@ -450,7 +451,7 @@ def memory_history(path: str) -> Iterator[None]:
 
 
 def schema_of(op: Any) -> tuple[str, list[tuple[str, bool, bool]]]:
-    """An operator's name, and of each argument its name, whether the result may share its memory, or it is written."""
+    """Return an operator's name, and of each argument its name, whether it is aliased, and whether it is written."""
     given = op._schema.arguments
     return op._schema.name, [
         (a.name, a.alias_info is not None, bool(a.alias_info and a.alias_info.is_write)) for a in given
@@ -458,19 +459,19 @@ def schema_of(op: Any) -> tuple[str, list[tuple[str, bool, bool]]]:
 
 
 def replace_backward(put: Callable[..., None], around: Callable[[Any], Any]) -> None:
-    """Replace what runs every backward; ``torch.autograd`` has no hook around it."""
+    """Replace the function that runs every backward; ``torch.autograd`` has no hook around it."""
     run = around(torch.autograd.graph._engine_run_backward)
     put(torch.autograd, "_engine_run_backward", run)
     put(torch.autograd.graph, "_engine_run_backward", run)
 
 
 def replace_wrapper_factory(put: Callable[..., None], around: Callable[[Any], Any]) -> None:
-    """Replace what makes tensors without memory (:func:`empty_subclass`)."""
+    """Replace the function that makes tensors without memory (:func:`empty_subclass`)."""
     put(Tensor, "_make_wrapper_subclass", staticmethod(around(Tensor._make_wrapper_subclass)))
 
 
 def replace_in_device_contexts(put: Callable[..., None], replaced: Mapping[Any, Any]) -> None:
-    """Make ``with torch.device(...)`` call the replacements of factories, which it knows by torch's own functions."""
+    """Make ``with torch.device(...)`` call the replacements of factories; it only recognizes torch's own functions."""
     plain = DeviceContext.__torch_function__
 
     def call(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -483,7 +484,7 @@ def replace_in_device_contexts(put: Callable[..., None], replaced: Mapping[Any, 
     put(DeviceContext, "__torch_function__", call)
 
 
-#: Functions of ``torch.cuda`` that start the device, or keep it busy: nothing to do for one that is pretended.
+#: Functions of ``torch.cuda`` that start the device, or keep it busy; they do nothing on a simulated device.
 CUDA_STARTS = "_lazy_init", "_sleep"
 
 

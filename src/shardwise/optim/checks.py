@@ -1,8 +1,8 @@
 """Checks of an optimizer before its step on shards.
 
-An optimizer that updates each element by itself computes the same bits on shards as on whole parameters. One that uses
-blocks, rows or whole matrices does so where the plan's granularity keeps these on one rank. Elsewhere it would silently
-compute something else, and is refused.
+An element-wise optimizer computes bitwise the same on shards as on full parameters. An optimizer that uses blocks, rows
+or full matrices does so only if the plan's granularity keeps these on one rank. Otherwise it would silently compute
+something else, and is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
 
-#: What each optimizer that has been checked held then.
+#: The content of each optimizer when it was last checked.
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, Content] = weakref.WeakKeyDictionary()
 #: Optimizers whose ``state_dict()`` is guarded.
 _guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -60,9 +60,9 @@ def _check_bits(optimizer: torch.optim.Optimizer) -> None:
 
 
 def install_checks() -> None:
-    """Check every optimizer of this process at its next step, and count steps."""
+    """Install a hook that checks every optimizer of this process before its steps."""
     global _installed  # noqa: PLW0603 - torch's hooks are global as well
-    _seen.clear()  # one that stepped before its model was parallelized is to be looked at again
+    _seen.clear()  # check optimizers again that stepped before their model was parallelized
     if _installed:
         return
     _installed = True
@@ -70,7 +70,7 @@ def install_checks() -> None:
 
 
 def accept(optimizer: torch.optim.Optimizer) -> None:
-    """Check ``optimizer`` now, and accept the state that it is about to get as state of shards."""
+    """Check ``optimizer`` now, without its state, which is about to be loaded."""
     _check_bits(optimizer)
     _check(optimizer)
     _seen[optimizer] = content_of(optimizer)
@@ -112,7 +112,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _step_begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Show plain tensors to the step, inside all its hooks; which norms it may compute has been checked."""
+    """Show plain tensors to the step, inside all its hooks. Allowed, because the granularity has been checked."""
     flat_parameters.before_step(optimizer)
     part.uncover(optimizer)
 
@@ -123,9 +123,9 @@ def _step_begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 
 def _check_moment(engine: Engine, *, has_closure: bool) -> None:
-    """Refuse a step at a time when the shards or their gradients are not what they should be.
+    """Refuse a step inside ``full_parameters`` or a pipeline step, or while sums of microbatches wait.
 
-    Sums that wait may be reduced by the closure's backward; where they are not, reading a gradient raises.
+    With a closure, the closure's backward may reduce these sums; if it does not, reading a gradient raises.
     """
     if any(unit.whole is not None for unit in engine.units):
         raise StateError(
@@ -145,7 +145,7 @@ def _step_ends(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> No
 
 
 def _is_stepping(engine: Engine) -> bool:
-    """The step comes from inside backward."""
+    """Whether the step is made inside backward."""
     return any(observer.is_stepping for observer in engine.extras.observers)
 
 
@@ -170,13 +170,13 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
                 raise _cut_refusal(type(optimizer).__name__, needed, parameter, held)
             place = place_of(parameter)
             if place is None or not place[0].row.shards_optimizer:
-                continue  # whole on every rank; decided by the layout, so that all ranks decide alike
+                continue  # every rank has the full parameter; by the layout, so that all ranks decide alike
             if needed is None or not place[0].layout.granularity.covers(needed):
                 raise _refusal(type(optimizer).__name__, needed, *place)
 
 
 def _refuse_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse ``optimizer.state_dict()`` where it would be state of one rank's parts."""
+    """Refuse ``optimizer.state_dict()`` if it would return the state of one rank's parts."""
     given = (p for settings in optimizer.param_groups for p in settings["params"])
     if any((owner := group_of(parameter)) is not None and owner.facts.holds_part for parameter in given):
         raise StateError(
@@ -188,7 +188,7 @@ def _refuse_parts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _cut_refusal(name: str, needed: Granularity | None, parameter: torch.nn.Parameter, held: Slice) -> StateError:
-    """Why the optimizer cannot work on a part of a tensor: of spread rows, or by tensor or expert parallelism."""
+    """Make the error for an optimizer that cannot work on a slice: of row sharding, tensor or expert parallelism."""
     place = place_of(parameter)
     title = f" {held.names[0]!r}" if held.names else ""
     if place is not None:
@@ -207,7 +207,7 @@ def _cut_refusal(name: str, needed: Granularity | None, parameter: torch.nn.Para
 
 
 def _instead(name: str) -> str:
-    """The optimizer of ours to use in place of torch's, if there is one."""
+    """Return advice on shardwise's optimizer to use in place of torch's; empty if there is none."""
     return "Use sw.Muon(sw.muon_groups(model)), which does so. Else: " if name == "Muon" else ""
 
 
@@ -216,7 +216,7 @@ def _part(needed: Granularity) -> str:
 
 
 def _refusal(name: str, needed: Granularity | None, group: Group, index: int) -> StateError:
-    """Why the optimizer cannot work on that parameter, and what to do."""
+    """Make the error for an optimizer that cannot work on a parameter at the plan's granularity."""
     spec, granularity = group.layout.params[index], group.layout.granularity
     size = group.layout.size
     held = f"this rank holds {group.held[index].numel} of its {spec.numel} elements."
@@ -256,30 +256,30 @@ def _check_state(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-# -- parameters beside the model's units
+# -- parameters outside of the model's units
 
 _watched: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Added(Observer):
-    """Refuses trained parameters that the model was given after ``sw.parallelize``, in forwards and at steps."""
+    """Refuses trained parameters that were added to the model after ``sw.parallelize``, in forwards and at steps."""
 
     def __init__(self, engine: Engine) -> None:
         _watched.add(engine)
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
-        """Look for them, in the first forward of each kind."""
+        """Check the model's parameters, in the first forward with grad through each entry."""
         is_new = engine.forward.trains and not engine.orders.forward_order.is_recorded
-        if is_new and not torch_private.is_in_functional_call():  # inside of one the values are the caller's
+        if is_new and not torch_private.is_in_functional_call():  # there the parameters are the caller's
             _refuse_added(engine)
         engine.extras.rest(self)
 
 
 def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
-    """Refuse trained parameters in the model that are no unit's, and any in the place of one that is.
+    """Refuse trained parameters in the model that belong to no unit, and any that replace one of a unit.
 
-    A unit refuses replacements of its modules' parameters itself (``Owner.take_given``). It does not see a module in
-    the place of one of its own.
+    A unit refuses replaced parameters of its modules itself (``Owner.take_given``), but does not detect a replaced
+    module.
     """
     root = engine.units[0].members[0].module()
     if root is None:
@@ -301,16 +301,16 @@ def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda 
 
 
 def _check_beside(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> bool:
-    """Refuse an optimizer that would train parameters on each rank alone.
+    """Refuse an optimizer that would train parameters on each rank separately.
 
-    Those registered in a parallelized model are refused. Others beside it may be synchronised by other means: their
-    gradients are compared.
+    Parameters that were added to a parallelized model are refused. Parameters outside of the model may be synchronized
+    by other means, so their gradients are compared.
 
     Returns:
-        All of its parameters have been decided about; not so before those beside a model have gradients.
+        Whether the check is complete; it is not before parameters outside of the model have gradients.
 
     Collective:
-        With parameters beside a model all-gather of a text over the ranks that train the model.
+        With parameters outside of the model, an all-gather of a text over the ranks that train the model.
     """
     given = [p for settings in optimizer.param_groups for p in settings["params"]]
     others = {id(p): p for p in given if group_of(p) is None and p.requires_grad}
@@ -326,12 +326,12 @@ def _check_beside(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> bo
 
 
 def _current() -> list[Engine]:
-    """The engines of the models that there are."""
+    """Return the engines of all models that exist."""
     return [engine for engine in tuple(_watched) if engine_around(engine.units[0]) is engine]
 
 
 def engines_beside(parameters: Iterable[Tensor]) -> list[Engine]:
-    """The engines that leave some of these parameters alone, in the order of the parameters."""
+    """Return the engines that ignore some of these parameters, in the order of the parameters."""
     engines = _current()
     return [engine for parameter in parameters for engine in engines if parameter in ignored_of(engine)]
 

@@ -22,7 +22,7 @@ from shardwise.optim.checks import engines_beside
 from shardwise.optim.in_backward import refuse
 from shardwise.spec.errors import StateError
 
-#: On the CPU, elements that are cast to float64 at a time, so that they stay in the cache. CUDA casts in registers.
+#: Number of elements that the CPU casts to float64 at a time, so that they stay in the cache. CUDA casts in registers.
 _CHUNK_NUMEL = 1 << 16
 
 
@@ -34,37 +34,36 @@ def clip_grad_norm(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients so that their global norm is at most ``max_norm``; returns the norm before that.
+    """Scale the gradients so that their global norm is at most ``max_norm``; returns the norm before scaling.
 
     The powers of all elements are added in float64; the root is rounded to float32 (to float64 for float64 models).
     Every gradient is multiplied by ``clamp(max_norm / (norm + 1e-6), max=1)`` in that dtype. In float32 the norm does
-    not depend on how the parameters are sharded. inf and nan pass through, as in ``torch.nn.utils.clip_grad_norm_``.
+    not depend on the sharding of the parameters. inf and nan pass through, as in ``torch.nn.utils.clip_grad_norm_``.
 
-    Ignored parameters (``ParallelPlan.ignored``) are not part of the norm and are not scaled; spread rows
+    Ignored parameters (``ParallelPlan.ignored``) are not part of the norm and are not scaled; row-sharded embeddings
     (``ParallelPlan.row_sharded``) are.
 
     Args:
         model: A parallelized model after ``backward()``; or a module in it, parameters of it, or several of these, also
-            of several models, as ``optimizer.param_groups[0]["params"]``. Only the gradients below these modules and of
-            these parameters count and are scaled. Every rank must pass the same; each rank must have a part of every
-            model that is meant.
-        max_norm: At least 0.
+            of several models, such as ``optimizer.param_groups[0]["params"]``. Only the gradients of these modules and
+            parameters count and are scaled. Every rank must pass the same; each rank must have a part of every model.
+        max_norm: The largest norm, at least 0.
         norm_type: The order of the norm: above 0, ``float("inf")`` for the largest element.
-        error_if_nonfinite: Raise where the norm is inf or nan, on all ranks, before anything is scaled. The host waits
-            for the norm.
+        error_if_nonfinite: Raise on all ranks if the norm is inf or nan, before anything is scaled. The host waits for
+            the norm.
 
     Returns:
         The norm, a scalar tensor with the same value on every rank.
 
     Collective:
-        Of each model one all-reduce (for the infinity norm all-gather) of one float64 on ``ep``, on ``dp_shard`` (if
-        gradients are sharded), on ``tp`` and on ``pp``, as far as the mesh has them, and one over all ranks where rows
-        are spread. All ranks must call.
+        For each model one all-reduce (for the infinity norm all-gather) of one float64 on each of ``ep``, ``dp_shard``
+        (if gradients are sharded), ``tp`` and ``pp`` that the mesh has, and one over all ranks if embeddings are
+        row-sharded. All ranks must call.
 
     Raises:
-        StateError: ``max_norm`` or ``norm_type`` is none; the model, or a parameter, is not parallelized, or is updated
-            in backward; sums of accumulated microbatches have not been reduced; called for less than a model inside
-            ``sw.join``; or the norm is not finite, with ``error_if_nonfinite``.
+        StateError: ``max_norm`` or ``norm_type`` is invalid; the model, or a parameter, is not parallelized, or is
+            updated in backward; sums of accumulated microbatches have not been reduced; called for less than a model
+            inside ``sw.join``; or the norm is not finite, with ``error_if_nonfinite``.
     """
     if not (max_norm >= 0 and norm_type > 0):
         raise StateError(
@@ -73,7 +72,7 @@ def clip_grad_norm(
         )
     chosen = _chosen(model)
     if not chosen:
-        return torch.zeros(())  # as torch's, of no parameters
+        return torch.zeros(())  # as torch's function without parameters
     grads: list[Tensor] = []
     for engine, below in chosen.items():
         refuse(engine, "sw.clip_grad_norm()")
@@ -94,7 +93,7 @@ def clip_grad_norm(
     return norm
 
 
-#: Identities of the parameters of a model that are meant; ``None``: the whole model.
+#: Identities of the chosen parameters of a model; ``None``: all of them.
 _Below = Collection[int] | None
 
 
@@ -127,7 +126,7 @@ def _chosen(given: nn.Module | Tensor | Iterable[nn.Module | Tensor]) -> dict[En
     for engine in found:
         root = engine.units[0].members[0].module()
         assert root is not None
-        engine_of(root, "sw.clip_grad_norm")  # tells the observers, and refuses whole parameters
+        engine_of(root, "sw.clip_grad_norm")  # refuses a model inside sw.full_parameters
     return {engine: None if engine in whole else below for engine, below in found.items()}
 
 
@@ -136,7 +135,7 @@ def _is_in(below: _Below, parameter: Tensor) -> bool:
 
 
 def grad_norm(engine: Engine) -> Tensor:
-    """The global 2-norm of the gradients on the shards.
+    """Compute the global 2-norm of the gradients on the shards.
 
     Collective:
         As :func:`clip_grad_norm`.
@@ -146,7 +145,7 @@ def grad_norm(engine: Engine) -> Tensor:
 
 @torch_private.on_plain_tensors
 def _norm(chosen: Mapping[Engine, _Below], order: float) -> Tensor:
-    """The norm of some gradients of some models; communicates as :func:`clip_grad_norm`."""
+    """Compute the norm of the chosen gradients of several models; communicates as :func:`clip_grad_norm`."""
     powers: list[Tensor] = []
     dtypes: set[torch.dtype] = set()
     for engine, below in chosen.items():
@@ -157,7 +156,7 @@ def _norm(chosen: Mapping[Engine, _Below], order: float) -> Tensor:
 
 
 def _power(engine: Engine, below: _Below, order: float, dtypes: set[torch.dtype]) -> Tensor:
-    """The sum over all ranks of the elements' powers (their maximum for inf), as one float64; notes their dtypes."""
+    """Sum the powers of elements over all ranks (for inf: the maximum), in float64; adds their dtypes to ``dtypes``."""
     comms, device = engine.comms, engine.comms.control.device
     sharded: list[Tensor] = []
     replicated: list[Tensor] = []
@@ -184,7 +183,7 @@ def _power(engine: Engine, below: _Below, order: float, dtypes: set[torch.dtype]
         rows = _local_power((p.grad for p in spread if p.grad is not None and _is_in(below, p)), device, order)
         _over_ranks(rows, comms.world, order)
         total = _merge(total, rows, order)
-    # A stage without gradients goes by what it holds.
+    # A stage without gradients uses the dtypes of its parameters.
     dtypes |= found or {group.dtype for group in engine.groups}
     return total
 
@@ -194,10 +193,10 @@ def _merge(a: Tensor, b: Tensor, order: float) -> Tensor:
 
 
 def _over_ranks(total: Tensor, comm: Comm, order: float) -> None:
-    """Add up one number over ranks, or take the largest.
+    """Sum one number over ranks, or take the maximum, in place.
 
     Collective:
-        All-reduce of ``total``; with the infinity norm all-gather.
+        All-reduce of ``total``; for the infinity norm all-gather.
     """
     if order != math.inf:
         comm.all_reduce(total, unit="grad_norm").wait()
@@ -210,7 +209,7 @@ def _over_ranks(total: Tensor, comm: Comm, order: float) -> None:
 
 @torch.no_grad()
 def _local_power(grads: Iterable[Tensor], device: torch.device, order: float) -> Tensor:
-    """The sum of the powers of all elements on this rank, or their maximum, as one float64 on ``device``."""
+    """Sum the powers of all elements on this rank (for inf: the maximum), as one float64 on ``device``."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         real = torch.view_as_real(grad) if grad.is_complex() and order == 2 else grad

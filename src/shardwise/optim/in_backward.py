@@ -1,12 +1,12 @@
-"""The optimizer's step inside backward: a group is updated as soon as its gradients are reduced, and they are let go.
+"""The optimizer's step inside backward: a group is updated as soon as its gradients are reduced, and these are freed.
 
-Nothing in the numbers changes: an update needs no gradient but its own, and a unit is reduced when backward has left it
-for good. What a group gains depends on where its optimizer works:
+The numbers do not change, because an update of a parameter needs only the parameter's gradient, and a unit is reduced
+after its last backward. The benefit depends on the optimizer's device:
 
-* On the device that computes, its gradients live in the buffers in which they travel, and exist for one unit at a time.
-* On the host (``offload_policy``), a thread updates the group while backward goes on with other units. It waits until
-  the gradients have been copied to host memory, where they live as without it. The end of backward waits for the
-  thread, and so does whatever comes after a backward that raised.
+* On the compute device, gradients exist only in the buffers that are reduced, for one unit at a time.
+* On the host (``offload_policy``), a thread updates the group while backward continues with other units. The thread
+  waits until the gradients have been copied to host memory, where they stay as without this feature. The end of
+  backward waits for the thread; after a backward that raised, the next call does.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) 
             model(**batch).loss.backward()  # forward, backward and update
             schedule.step()
 
-    The numbers are those of ``optimizer.step()`` after backward, to the last bit. The optimizer stays what it is: its
-    parameter groups may be changed between steps, schedulers work, ``sw.save`` and ``sw.load`` take it. ``.grad`` is
-    ``None`` after backward, so that ``optimizer.step()`` and ``zero_grad()`` find nothing to do and may stay in a loop.
+    The numbers equal bitwise those of ``optimizer.step()`` after backward. The optimizer works as before: its parameter
+    groups may be changed between steps, schedulers work, and ``sw.save`` and ``sw.load`` accept it. ``.grad`` is
+    ``None`` after backward, so that ``optimizer.step()`` and ``zero_grad()`` do nothing and may stay in a loop.
 
-    Gradients never exist for the whole model. Those of units on the host (``ParallelPlan.offload_policy``) stay in host
-    memory as without this call: such a unit is updated by a thread, as soon as its gradients are there and while
-    backward goes on. Backward returns when all updates are made. Hooks on ``optimizer.step()`` run in that thread.
+    Gradients never exist for the full model. Gradients of offloaded units (``ParallelPlan.offload_policy``) stay in
+    host memory as without this call: a thread updates such a unit when its gradients have arrived, while backward
+    continues. Backward returns when all updates are done. Hooks on ``optimizer.step()`` run in that thread.
 
-    What needs all gradients before the first update is refused from now on: ``sw.clip_grad_norm`` and gradient scalers;
-    and ``sw.gradient_sync(model, False)`` (every backward is a step), unless all that is trained is on the host. If a
-    backward or an update raises, units that backward has left are updated already.
+    Functions that need all gradients before the first update are refused from now on: ``sw.clip_grad_norm`` and
+    gradient scalers. So is ``sw.gradient_sync(model, False)``, because every backward is a step, unless all trained
+    units are on the host. If a backward or an update raises, units that backward has left are updated already.
 
     Args:
         model: A parallelized model without gradients.
-        optimizers: Together they hold every trained parameter once, by name or as ``sw.flat_parameters`` gives them.
+        optimizers: Optimizers that together have every trained parameter once, by name or from ``sw.flat_parameters``.
 
     Collective:
-        None: backward issues what it always does.
+        None in addition to those of backward.
 
     Raises:
         StateError: A trained parameter is in no optimizer or in two, there are gradients, or an optimizer cannot work
@@ -94,7 +94,7 @@ def optimizers_in_backward(engine: Engine) -> tuple[torch.optim.Optimizer, ...] 
 
 
 def refuse(engine: Engine, call: str) -> None:
-    """Refuse what needs all gradients at once."""
+    """Refuse ``call``, which needs all gradients at once, if the model is updated inside backward."""
     if engine.extras.find(UpdateInBackward) is not None:
         raise StateError(
             f"{call} needs the gradients of the whole model, but sw.optimizer_in_backward() updates each unit as soon"
@@ -103,7 +103,7 @@ def refuse(engine: Engine, call: str) -> None:
 
 
 def refuse_sums(engine: Engine, call: str) -> None:
-    """Refuse that gradients of several backwards are added up, where some live in buffers that others need."""
+    """Refuse accumulation over several backwards if a trained group is not offloaded, because its buffer is reused."""
     if not all(group.facts.is_offloaded for group in engine.groups if group.wants_gradients):
         refuse(engine, call)
 
@@ -163,16 +163,16 @@ class UpdateInBackward(Observer):
     """Updates a group as soon as its gradients are reduced.
 
     Attributes:
-        optimizers: What updates.
+        optimizers: The optimizers that update.
     """
 
     updates_in_backward = True
 
     def __init__(self, engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
         self.optimizers = optimizers
-        self._parts: dict[Group, list[list[nn.Parameter]]] = {}  # of each group, by parameter group of each optimizer
+        self._parts: dict[Group, list[list[nn.Parameter]]] = {}  # by group and parameter group
         self._num_parameters = -1
-        self._thread = ThreadPoolExecutor(1, "shardwise-update")  # begins at the first update on the host
+        self._thread = ThreadPoolExecutor(1, "shardwise-update")  # starts at the first update on the host
         self._on_host: list[Future[None]] = []  # updates on the host in this backward
         self._steps = threading.Lock()  # an optimizer steps for one group at a time
         for optimizer in optimizers:
@@ -184,7 +184,7 @@ class UpdateInBackward(Observer):
         engine.extras.guards.append(self.refuse_mixed)
 
     def reduced(self, engine: Engine, unit: Unit, group: Group) -> None:
-        """Update the parameters of a group that have a gradient, and let the gradients go."""
+        """Update the parameters of a group that have a gradient, and free the gradients."""
         if not engine.window.syncs:
             return
         if group.facts.is_offloaded:
@@ -195,12 +195,12 @@ class UpdateInBackward(Observer):
         engine.mark_updated(unit)
 
     def backward_ended(self, engine: Engine) -> None:
-        """Mark what is gathered as out of date."""
+        """Mark gathered buffers as out of date."""
         if engine.window.syncs:
             engine.invalidate()
 
     def refuse_mixed(self, engine: Engine, call: str) -> None:  # noqa: ARG002
-        """Refuse ``call`` after a backward that raised when it had updated some units."""
+        """Refuse ``call`` after a backward that raised and had updated some units."""
         self.wait()
         backward = engine.backward
         is_mixed = any(unit.updated_in == backward.generation for unit in engine.units)
@@ -208,20 +208,20 @@ class UpdateInBackward(Observer):
             engine.recover()
 
     def wait(self) -> None:
-        """Wait for the updates on the host. Raises what one of them has raised."""
+        """Wait for the updates on the host. Raises the first exception of an update."""
         concurrent.futures.wait(self._on_host)
         done, self._on_host = self._on_host, []
         for update in done:
             update.result()
 
     def _update_on_host(self, group: Group, num_threads: int) -> None:
-        """Update a group whose gradients are in host memory, or on their way there. Runs in the thread for updates.
+        """Update a group in the update thread, after its gradients have been copied to host memory.
 
-        The optimizer's kernels use ``num_threads``: each thread of the process has a number of its own.
+        The optimizer's kernels use ``num_threads``, because torch keeps that number for each thread.
         """
         try:
             if group.device.type == "cuda":
-                torch.cuda.set_device(group.device)  # a new thread's is the first one, where torch would make a context
+                torch.cuda.set_device(group.device)  # a new thread's default, GPU 0, would get a context
             if torch.get_num_threads() != num_threads:
                 torch.set_num_threads(num_threads)
             group.form.wait_for_host()
@@ -263,7 +263,7 @@ class UpdateInBackward(Observer):
 
 
 def _step_on(optimizer: torch.optim.Optimizer, parts: Iterator[list[nn.Parameter]]) -> None:
-    """One step of ``optimizer`` as if it had only the next ``parts``."""
+    """Step ``optimizer`` as if it had only the parameters in the next ``parts``."""
     whole = [settings["params"] for settings in optimizer.param_groups]
     try:
         for settings in optimizer.param_groups:

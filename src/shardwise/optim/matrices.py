@@ -1,14 +1,14 @@
-"""Whole matrices out of the slices that ranks hold, each on one rank, and what is computed of them back to all holders.
+"""Exchange of matrices: slices are collected into full matrices, each on one rank, and results are sent back.
 
 With three matrices over two ranks, ``a`` and ``c`` owned by rank 0 and ``b`` by rank 1::
 
-    collect      rank 0 holds a0 b0 c0     -- b0 -->          rank 1 puts b together
-                 rank 1 holds a1 b1 c1     -- a1 c1 -->       rank 0 puts a and c together
+    collect      rank 0 has a0 b0 c0       -- b0 -->          rank 1 assembles b
+                 rank 1 has a1 b1 c1       -- a1 c1 -->       rank 0 assembles a and c
     give back    rank 0                    -- a1 c1 -->       rank 1
                  rank 1                    -- b0 -->          rank 0
 
-Either way is one all-to-all, whatever the number of matrices. A slice that several ranks hold is sent by one of them,
-and given back to all.
+Each direction is one all-to-all for all matrices. A slice of which several ranks have copies is sent by one of them,
+and the result is sent to all.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from shardwise.comm.rows import exchange_rows
 from shardwise.spec.extent import Extent
 from shardwise.spec.layout import contiguous_stride
 
-#: The ranges of matrices that one rank holds, by the matrices' names.
+#: The ranges of matrices on one rank, by the matrices' names.
 Held = Mapping[str, Extent]
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix, and who has what of it.
+    """A matrix and its distribution over ranks.
 
     Attributes:
-        whole: All of its elements.
-        holders: The range that each rank holds.
-        owner: The rank that puts it together.
+        whole: Extent of the full matrix.
+        holders: The range on each rank that has some of it, by rank.
+        owner: The rank that assembles it.
     """
 
     whole: Extent
@@ -46,7 +46,7 @@ class Matrix:
     owner: int
 
     def senders(self) -> list[int]:
-        """The ranks that send their range to the owner: of those that hold the same, the owner itself or the first."""
+        """Return the ranks that send their range to the owner: of ranks with copies, the owner itself or the first."""
         first: dict[Extent, int] = {}
         for rank in sorted(self.holders, key=lambda rank: (rank != self.owner, rank)):
             first.setdefault(self.holders[rank], rank)
@@ -54,13 +54,14 @@ class Matrix:
 
 
 def assign(held: Sequence[Held], work: Callable[[tuple[int, ...]], float]) -> dict[str, Matrix]:
-    """Choose an owner for every matrix among the ranks that hold a part of it, so that all have about equal work.
+    """Choose an owner for every matrix among the ranks with a part of it, so that work is balanced.
 
-    The most work comes first, and goes to the rank that has least so far. All ranks come to the same answer.
+    Matrices are assigned in descending order of work, each to the rank with the least so far. All ranks compute the
+    same result.
 
     Args:
-        held: What each rank holds, by rank.
-        work: Of a matrix, from its shape.
+        held: The ranges on each rank, by rank.
+        work: Returns the work of a matrix, given its shape.
     """
     holders: dict[str, dict[int, Extent]] = {}
     for rank, extents in enumerate(held):
@@ -83,8 +84,8 @@ class Exchange:
     """Moves matrices between their holders and their owners.
 
     Args:
-        matrices: Those that take part, in one order on all ranks that hold some.
-        comm: Over all ranks.
+        matrices: The matrices to exchange, in the same order on all ranks that have some of them.
+        comm: Comm over all ranks.
     """
 
     def __init__(self, matrices: Mapping[str, Matrix], comm: Comm) -> None:
@@ -101,18 +102,18 @@ class Exchange:
 
     @property
     def owned(self) -> list[str]:
-        """The matrices that this rank puts together."""
+        """The names of the matrices that this rank assembles."""
         return [name for name, matrix in self._matrices.items() if matrix.owner == self._rank]
 
     def collect(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """The matrices that this rank owns.
+        """Assemble the matrices that this rank owns.
 
         Args:
-            parts: What this rank holds, each flat in the order of its memory.
-            dtype: What is sent, and what the matrices are of.
+            parts: This rank's slices by name, each flat in memory order.
+            dtype: Dtype of the messages and of the result.
 
         Collective:
-            All-to-all of every slice that its owner does not hold, once, in ``dtype``. All ranks must call.
+            All-to-all of every slice that its owner does not have, once, in ``dtype``. All ranks must call.
         """
         rows = [parts[name].to(dtype=dtype, device=self._comm.device) for names in self._to_owners for name in names]
         arrived = exchange_rows(
@@ -132,11 +133,10 @@ class Exchange:
         return {name: self._view(name, flat) for name, flat in wholes.items()}
 
     def give_back(self, wholes: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Send each rank its parts of the matrices, flat, from the whole ones on their owners.
+        """Send slices of full matrices from their owners to all ranks; returns this rank's slices, flat, by name.
 
         Collective:
-            All-to-all of every slice to each rank that holds it and is not the owner, in ``dtype``. All ranks must
-            call.
+            All-to-all of every slice to each rank that has it and is not the owner, in ``dtype``. All ranks must call.
         """
         rows = []
         for rank, names in enumerate(self._to_holders):
@@ -158,7 +158,7 @@ class Exchange:
         return dict(zip(names, arrived.split(sizes), strict=True))
 
     def _cuts(self, by_rank: Sequence[Sequence[str]], holder: Callable[[int], int]) -> list[int]:
-        """The first element for or from each rank, and the end; ``holder`` says whose ranges they are."""
+        """Return offsets of the elements for or from each rank, and the end; ``holder`` maps it to the range's rank."""
         sizes = [
             sum(self._matrices[n].holders[holder(rank)].numel for n in names) for rank, names in enumerate(by_rank)
         ]
@@ -169,7 +169,7 @@ class Exchange:
         return flat.as_strided(whole.shape, whole.stride or contiguous_stride(whole.shape))
 
     def _flat(self, name: str, matrix: Tensor) -> Tensor:
-        """The elements in the order in which the parameter lies in memory."""
+        """Return the elements of a matrix in the memory order of the parameter."""
         flat = matrix.new_empty(matrix.numel())
         self._view(name, flat).copy_(matrix)
         return flat

@@ -1,8 +1,8 @@
-"""Muon on shards: the state is cut as AdamW's is, and each matrix is orthogonalized once, by one rank.
+"""Muon on shards: the state is sharded like AdamW's, and each matrix is orthogonalized once, by one rank.
 
-A step updates the momentum element by element on every rank's slices, sends what is to be orthogonalized to the owners
-of the matrices and the results back (``optim.matrices``), and updates the slices. Both ways it is bfloat16 that
-travels: the Newton-Schulz iteration begins by rounding to it and ends in it, so that nothing is lost.
+A step updates the momentum element by element on every rank's slices, sends slices of the updates to the owners of the
+matrices and the results back (``optim.matrices``), and updates the slices. Both exchanges use bfloat16. The
+Newton-Schulz iteration begins by rounding to bfloat16 and its result is bfloat16, so that nothing is lost.
 """
 
 from __future__ import annotations
@@ -39,28 +39,27 @@ class Muon(torch.optim.Optimizer):
 
         optimizer = sw.Muon(sw.muon_groups(model, lr=0.02, adamw_lr=3e-4))
 
-    The updates are those of ``torch.optim.Muon`` and ``torch.optim.AdamW`` on whole parameters in one process, to the
-    last bit where gradients are the same. Of ``model.parameters()`` directly it takes matrices only.
+    With the same gradients, the updates equal bitwise those of ``torch.optim.Muon`` and ``torch.optim.AdamW`` on full
+    parameters in one process. Without :func:`muon_groups`, all parameters must be matrices.
 
     Args:
-        params: Parameters, or groups as :func:`muon_groups` makes them. A group has ``kind`` ``"muon"`` or ``"adamw"``
-            and, where its matrices are several ones fused, ``parts``: their sizes along ``dim``. ``is_stacked`` says
-            that its parameters are stacks of matrices, as weights of experts may be: each is a matrix of its own.
-        lr: Of matrices.
-        weight_decay: Decoupled, as in AdamW.
-        momentum: Of the average of gradients.
-        nesterov: Look ahead by one more step of the average.
-        ns_coefficients: Of the Newton-Schulz iteration.
-        eps: Of ``muon`` groups: least norm by which a matrix is divided.
-        ns_steps: Iterations.
-        adjust_lr_fn: How ``lr`` depends on a matrix's shape: ``"original"`` (``None``): times sqrt(max(1, rows /
-            columns)); ``"match_rms_adamw"``: times 0.2 sqrt(max(rows, columns)) (Liu et al. 2025), for rates tuned for
-            AdamW.
+        params: Parameters, or groups as :func:`muon_groups` makes them. A group has ``kind`` ``"muon"`` or ``"adamw"``.
+            For fused matrices it has ``parts``: the sizes of the matrices along ``dim``. ``is_stacked`` says that its
+            parameters are stacks of matrices, such as weights of experts, which are orthogonalized separately.
+        lr: Learning rate of matrices.
+        weight_decay: Decoupled weight decay, as in AdamW.
+        momentum: Momentum of the average of gradients.
+        nesterov: Whether to use Nesterov momentum.
+        ns_coefficients: Coefficients of the Newton-Schulz iteration.
+        eps: In ``muon`` groups, the least norm by which a matrix is divided.
+        ns_steps: Number of iterations.
+        adjust_lr_fn: Factor of ``lr`` by a matrix's shape. ``"original"`` (``None``): sqrt(max(1, rows / columns)).
+            ``"match_rms_adamw"``: 0.2 sqrt(max(rows, columns)) (Liu et al. 2025), for rates tuned for AdamW.
 
     Collective:
-        ``step()``: two all-to-alls over all ranks of the mesh. Of a model of P elements in matrices on N ranks of
-        ``zero1`` to ``zero3`` each rank sends about 2 P / N bytes and receives as many, each way. The first step
-        gathers, under ``tp``, ``pp`` and ``ep``, about 100 bytes for each matrix and rank. All ranks must call.
+        ``step()``: two all-to-alls over all ranks of the mesh. For P elements in matrices on N ranks of ``zero1`` to
+        ``zero3``, each rank sends and receives about 2 P / N bytes in each of them. Under ``tp``, ``pp`` and ``ep`` the
+        first step gathers about 100 bytes for each matrix and rank. All ranks must call.
 
     Raises:
         StateError: A parameter is no matrix, or comes from ``sw.flat_parameters``.
@@ -104,10 +103,10 @@ class Muon(torch.optim.Optimizer):
         """Add a group, as :func:`muon_groups` makes them.
 
         Raises:
-            StateError: As the class says.
+            StateError: A parameter is no matrix, or comes from ``sw.flat_parameters``.
         """
         if param_group.get("kind") == "adamw":
-            param_group.setdefault("eps", 1e-8)  # AdamW's, not the one of matrices
+            param_group.setdefault("eps", 1e-8)  # AdamW's default instead of that of matrices
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             _refuse_odd(parameter, self.param_groups[-1])
@@ -119,13 +118,13 @@ class Muon(torch.optim.Optimizer):
         """Update the parameters that have gradients.
 
         Args:
-            closure: Computes the loss and the gradients anew.
+            closure: Computes the loss and the gradients again.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
 
         Collective:
-            As the class says. All ranks must call.
+            See the class. All ranks must call.
         """
         loss = None
         if closure is not None:
@@ -147,9 +146,9 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _momentum(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
-        """Update the averages of a group; what is to be orthogonalized, of each matrix the part that this rank holds.
+        """Update the averages of a group; returns this rank's part of each update before orthogonalization.
 
-        It is rounded here, as the iteration begins with that, and so takes half of the memory.
+        It is rounded here, because the iteration begins with that, and takes half of the memory.
         """
         given = [parameter for parameter in group["params"] if parameter.grad is not None]
         if not given:
@@ -170,7 +169,7 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalized(
         self, updates: dict[Tensor, Tensor], settings: Mapping[Tensor, dict[str, Any]]
     ) -> dict[Tensor, Tensor]:
-        """The part that this rank holds of every update's matrix, orthogonalized."""
+        """Return this rank's part of every orthogonalized update."""
         found: dict[Tensor, Tensor] = {}
         for engine, names in self._by_engine().items():
             if engine is None:
@@ -202,9 +201,9 @@ class Muon(torch.optim.Optimizer):
         return found
 
     def _by_engine(self) -> dict[Engine | None, dict[str, Tensor]]:
-        """The matrices of each model by their names; those of no model under ``None``.
+        """Return the matrices of each model by their names; matrices of no model under ``None``.
 
-        A model of which this rank has no matrix, but other parameters, is there as well: all ranks exchange.
+        A model with other parameters but no matrix on this rank is included, because all ranks take part in exchanges.
         """
         found: dict[Engine | None, dict[str, Tensor]] = {}
         for group in self.param_groups:
@@ -282,16 +281,16 @@ def _refuse_odd(parameter: Tensor, group: Mapping[str, Any]) -> None:
 
 
 def logical_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape that a parameter has in the plain model."""
+    """Return the shape of a parameter in the plain model."""
     place = place_of(parameter)
     return tuple(parameter.shape) if place is None else place[0].layout.params[place[1]].logical_shape
 
 
 def _held_by_all(engine: Engine, names: Mapping[str, Tensor]) -> list[Held]:
-    """The parts of the matrices on every rank. Only ``tp``, ``pp`` and ``ep`` need to ask."""
+    """Return the parts of the matrices on every rank. Only ``tp``, ``pp`` and ``ep`` need communication."""
     comms = engine.comms
     is_alike = comms.tp is None and comms.pp is None and comms.ep is None
-    if is_alike or comms.world.device.type == "meta":  # in a dry run nobody answers
+    if is_alike or comms.world.device.type == "meta":  # a dry run has no peers
         return [_each(_held_by(engine, names, rank)) for rank in range(comms.world.size)]
     own = {name: packed(extent_of(parameter)) for name, parameter in names.items()}
     everyone = all_gather_json(comms.world, own)
@@ -299,12 +298,12 @@ def _held_by_all(engine: Engine, names: Mapping[str, Tensor]) -> list[Held]:
 
 
 def _each(held: Held) -> Held:
-    """A rank's parts of every matrix, from its parts of the parameters."""
+    """Return a rank's parts of every matrix, from its parts of the parameters."""
     return {matrix: part for name, extent in held.items() for matrix, part in _matrices_in(name, extent).items()}
 
 
 def _matrices_in(name: str, extent: Extent) -> dict[str, Extent]:
-    """The parts of each matrix in a range of a parameter; those of a stack are called ``name[0]`` and so on."""
+    """Return the part of each matrix in a range of a parameter; matrices of a stack are called ``name[0]``, ..."""
     if len(extent.shape) == 2:
         return {name: extent}
     ranges = next((cut.ranges for cut in extent.cuts if cut.dim == 0), ((0, extent.shape[0]),))
@@ -319,7 +318,7 @@ def _matrices_in(name: str, extent: Extent) -> dict[str, Extent]:
 
 
 def _held_by(engine: Engine, names: Mapping[str, Tensor], rank: int) -> Held:
-    """The parts of this rank's matrices on another rank, where ``tp`` divides evenly."""
+    """Return another rank's parts of this rank's matrices, if ``tp`` divides evenly."""
     comms = engine.comms
     tp, stage_size = comms.tp.size if comms.tp is not None else 1, comms.world.size
     stage_size //= comms.pp.size if comms.pp is not None else 1
@@ -337,7 +336,7 @@ def _held_by(engine: Engine, names: Mapping[str, Tensor], rank: int) -> Held:
 
 
 def _shifted(extent: Extent, steps: int) -> Extent:
-    """The same range of the slice of another rank of ``tp``."""
+    """Return the same range in the slice of another rank of ``tp``, ``steps`` ranks further."""
     cuts = tuple(
         replace(cut, ranges=tuple((a + steps * (b - a), b + steps * (b - a)) for a, b in cut.ranges))
         for cut in extent.cuts
@@ -346,7 +345,7 @@ def _shifted(extent: Extent, steps: int) -> Extent:
 
 
 def extent_of(parameter: Tensor, rank: int | None = None) -> Extent:
-    """The range of a matrix that this rank holds, or the rank at that place among those that share it."""
+    """Return the range of a matrix on this rank, or on the rank at place ``rank`` among those that share it."""
     place = place_of(parameter)
     assert place is not None
     (owner, index), pieces = place, place[0].held
@@ -356,24 +355,24 @@ def extent_of(parameter: Tensor, rank: int | None = None) -> Extent:
 
 
 def _like(flat: Tensor, parameter: Tensor) -> Tensor:
-    """A view of elements in the order of memory with the shape and strides of ``parameter``."""
+    """Return a view of ``flat``, in memory order, with the shape and strides of ``parameter``."""
     return flat.as_strided(parameter.shape, parameter.stride())
 
 
 def _work(shape: tuple[int, ...]) -> float:
-    """Floating-point operations of an iteration, in units of two: three products of (s, l) by (l, s) or (s, s)."""
+    """Multiply-adds of an iteration: three products, of (s, l) by (l, s), (s, s) by (s, s), and (s, s) by (s, l)."""
     short, long = min(shape), max(shape)
     return 2.0 * short * short * long + short**3
 
 
 def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """The update of a whole matrix, part by part.
+    """Orthogonalize the update of a full matrix, part by part.
 
-    The learning rate goes by the first part's shape. Parts whose shapes ask for another one are scaled.
+    The learning rate is that for the first part's shape. Parts whose shapes need another one are scaled.
     """
 
     def one(part: Tensor) -> Tensor:
-        given = part.clone() if part.dtype is _WIRE else part  # the iteration overwrites what needs no rounding
+        given = part.clone() if part.dtype is _WIRE else part  # the iteration overwrites bfloat16 input
         return torch_private.orthogonalized(given, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
     if update.dim() == 3:

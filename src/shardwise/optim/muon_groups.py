@@ -1,4 +1,4 @@
-"""The parameters of a model that Muon trains, and those among them that are several matrices in one."""
+"""Selection of the parameters that Muon trains, and of fused ones among them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.parallel.experts.layer import STACKED
 from shardwise.spec.errors import StateError
 from shardwise.spec.styles import TABLES, parse_style
 
-#: Ends of names of layers that give scores: one row for each token or label.
+#: Ends of the names of output layers, whose weights have one row for each token or label.
 _HEADS = re.compile(
     r"(^|\.)(lm_head|lm_head\.decoder|head|heads\.head|score|classifier|classifier\.out_proj|qa_outputs|output_projection"
     r"|cls\.predictions\.decoder|vocab_projector|embed_out)$|^(fc|output|proj_out)$"
@@ -35,35 +35,33 @@ def muon_groups(
     adamw: Sequence[str] = (),
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """Parameter groups for :class:`~shardwise.optim.muon.Muon`: hidden matrices to Muon, everything else to AdamW.
+    """Make parameter groups for :class:`~shardwise.optim.muon.Muon`: hidden matrices to Muon, all others to AdamW.
 
-    AdamW gets embeddings, heads (of one row for each token or label), and what is no matrix, such as norms and biases;
-    the latter without weight decay. Projections that are known to be fused (query, key and value of our GPT, GPT-2 and
-    ``nn.MultiheadAttention``) are orthogonalized as the matrices that they are, and so is each expert of the stacked
+    AdamW gets embeddings, heads (with one row for each token or label), and parameters that are no matrices, such as
+    norms and biases; the latter without weight decay. Each matrix of a known fused projection (query, key and value of
+    our GPT, GPT-2 and ``nn.MultiheadAttention``) is orthogonalized separately, and so is each expert in the stacked
     weights of Mixtral and Qwen3-MoE.
 
     Args:
-        model: Before or after ``sw.parallelize``.
-        lr: Of Muon.
-        adamw_lr: Of AdamW.
-        weight_decay: Of both.
-        betas: Of AdamW.
-        eps: Of AdamW.
-        fused: More fused weights by patterns of their names: into how many equal matrices, or the sizes of them, along
-            the dimension of outputs, such as ``{"*.gate_up_proj.weight": 2}``. 1 keeps a weight whole.
-        adamw: Patterns of names of matrices that AdamW is to train.
-        **settings: Of Muon, such as ``momentum``, ``ns_steps`` or ``adjust_lr_fn``.
+        model: The model, before or after ``sw.parallelize``.
+        lr: Learning rate of Muon.
+        adamw_lr: Learning rate of AdamW.
+        weight_decay: Weight decay of both.
+        betas: ``betas`` of AdamW.
+        eps: ``eps`` of AdamW.
+        fused: Other fused weights by patterns of their names: the number of equal matrices, or the sizes of the
+            matrices, along the dimension of outputs, such as ``{"*.gate_up_proj.weight": 2}``. 1: not fused.
+        adamw: Patterns of names of matrices that AdamW trains.
+        **settings: Other arguments of Muon, such as ``momentum``, ``ns_steps`` or ``adjust_lr_fn``.
 
     Returns:
-        Groups with the parameters that are trained, in the order of the model; those that are empty on all ranks are
-        left out.
+        Groups of the trained parameters, in the order of the model, without groups that are empty on all ranks.
 
     Collective:
-        Of a model under ``pp`` or ``ep``, whose ranks have different parameters, an all-gather of JSON. All ranks must
-        call.
+        Under ``pp`` or ``ep``, where ranks have different parameters, an all-gather of JSON. All ranks must call.
 
     Raises:
-        StateError: A pattern names no trained matrix, or a weight cannot be divided so.
+        StateError: A pattern names no trained matrix, or a weight cannot be divided as given.
     """
     fused = dict(fused or {})
     stacks = dict(_stacks(model))
@@ -124,9 +122,9 @@ def muon_groups(
 
 
 def _told_to_all(model: nn.Module, own: list[Any]) -> list[list[Any]]:
-    """Exchange the ranks' descriptions of their parameters. Only under ``pp`` and ``ep`` they differ.
+    """Exchange the ranks' descriptions of their parameters, which differ only under ``pp`` and ``ep``.
 
-    Checkpoints number the groups of an optimizer, so that all ranks have to have the same.
+    All ranks need the same groups, because checkpoints refer to the groups of an optimizer by number.
     """
     attachment = attachment_of(model)
     comms = None if attachment is None else engine_of(model, "sw.muon_groups").comms
@@ -136,10 +134,10 @@ def _told_to_all(model: nn.Module, own: list[Any]) -> list[list[Any]]:
 
 
 def _beside_muon(model: nn.Module) -> Iterator[int]:
-    """Identities of the weights of embeddings and heads, which are looked up or give a row of scores each.
+    """Yield the identities of the weights of embeddings and heads.
 
-    By identity: the head of a pipeline's last stage may have the name of the embedding that it is tied to. A model of
-    transformers names its head; where it does not, the usual names tell.
+    Names would not do: the head of a pipeline's last stage may have the name of the embedding to which it is tied. A
+    transformers model returns its head by a method; in other models heads are found by their usual names.
     """
     named = getattr(model, "get_output_embeddings", None)
     head = named() if callable(named) else None
@@ -151,7 +149,7 @@ def _beside_muon(model: nn.Module) -> Iterator[int]:
 
 
 def _stacks(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Stacked weights of experts, (experts, outputs, inputs), and how many matrices lie in each expert's."""
+    """Yield the names of stacked expert weights, (experts, outputs, inputs), and how many matrices each fuses."""
     for path, module in model.named_modules():
         if any(f"{kind.__module__}.{kind.__qualname__}" in STACKED for kind in type(module).__mro__):
             for name, parameter in module.named_parameters(recurse=False):
@@ -160,14 +158,14 @@ def _stacks(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _output_dims(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """The dimension of outputs of weights for which it is the second."""
+    """Yield the names of weights whose dimension of outputs is 1, with that dimension."""
     for path, module in model.named_modules():
         if type(module).__name__ == "Conv1D":
             yield f"{path}.weight", 1
 
 
 def _known_parts(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Fused weights, by the table that tensor parallelism cuts them by."""
+    """Yield the names of known fused weights and their numbers of parts, from the tables of tensor parallelism."""
     for path, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             yield f"{path}.in_proj_weight".lstrip("."), 3
@@ -181,7 +179,7 @@ def _known_parts(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _sizes(name: str, size: int, parts: int | Sequence[int]) -> tuple[int, ...]:
-    """The sizes of the parts of a dimension; empty for one part."""
+    """Return the sizes of the parts of a dimension; empty for one part."""
     if isinstance(parts, int):
         if parts < 1 or size % parts:
             raise StateError(f"sw.muon_groups: {name} has {size} outputs, which are not {parts} equal parts.")

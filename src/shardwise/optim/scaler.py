@@ -1,4 +1,4 @@
-"""Loss scaling for fp16, with one decision on all ranks about gradients that are not finite."""
+"""Loss scaling for fp16, with a common decision of all ranks about gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class GradScaler(torch.amp.GradScaler):
     """torch's ``GradScaler`` for a parallelized model: an inf or nan on one rank skips the step on all ranks.
 
     fp16 gradients vanish below 6e-8 and overflow above 65504, so the loss is multiplied by a scale as large as the
-    gradients allow: a step whose gradients hold an inf or nan is skipped and the scale falls; after ``growth_interval``
-    good steps it grows. Where gradients are sharded, an inf lies in one rank's shard only, and torch's scaler would
-    skip the step on that rank alone. Here ``unscale_`` (which ``step`` calls if you have not) reduces the findings of
-    all ranks. ::
+    gradients allow. A step whose gradients have an inf or nan is skipped and the scale falls; after ``growth_interval``
+    good steps it grows. If gradients are sharded, an inf is in one rank's shard only, and torch's scaler would skip the
+    step on that rank only. Here ``unscale_`` (which ``step`` calls if you have not) reduces the findings of all ranks.
+    ::
 
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -30,17 +30,17 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
 
     Args:
-        device: ``"cuda"`` or ``"cpu"``; by default CUDA where there is one.
+        device: ``"cuda"`` or ``"cpu"``; by default CUDA if available.
         init_scale: The scale of the first step.
         growth_factor: Factor of the scale after ``growth_interval`` good steps.
         backoff_factor: Factor of the scale after a step with inf or nan.
         growth_interval: Number of good steps after which the scale grows.
-        enabled: ``False``: every method does what it would without scaling.
+        enabled: ``False``: no scaling, and no check.
 
     Collective:
-        For each ``unscale_`` one all-reduce of one float32 over the data-parallel ranks (where gradients are sharded,
-        parameters ignored or experts divided), and one on ``tp`` and on ``pp``, as far as the mesh has them. All ranks
-        must call.
+        For each ``unscale_`` one all-reduce of one float32 over the data-parallel ranks (if gradients are sharded,
+        parameters ignored or experts divided), and one on each of ``tp`` and ``pp`` that the mesh has. All ranks must
+        call.
     """
 
     def __init__(  # noqa: PLR0917 - torch's signature
@@ -62,10 +62,10 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,  # noqa: FBT001 - torch's signature
     ) -> dict[torch.device, Tensor]:
-        """As torch's, and then the same on all ranks.
+        """Unscale as torch does, and reduce the finding over all ranks.
 
-        This is where ``torch.distributed.fsdp.sharded_grad_scaler`` departs from its base class too: whatever needs the
-        finding, also fused optimizers, gets it from here. There is no public place between finding and using it.
+        ``torch.distributed.fsdp.sharded_grad_scaler`` overrides this method too: all users of the finding, including
+        fused optimizers, get it from here. There is no public hook between finding and use.
         """
         engines = engines_of(optimizer)
         for engine in engines:
@@ -83,10 +83,10 @@ class GradScaler(torch.amp.GradScaler):
         for value in found.values():
             total += value.to(total.device)
         for engine in engines:
-            # Ranks of one shard group share out the gradients; of ignored parameters every rank has its own.
+            # Ranks of one shard group have different gradients; of ignored parameters all ranks have.
             comm = engine.comms.control if ignored_of(engine).parameters else engine.comms.reduce
             has_own = engine.row.shards_optimizer or ignored_of(engine).parameters or engine.comms.ep
-            if has_own:  # else all have looked at the same
+            if has_own:  # otherwise all ranks have checked the same gradients
                 shared = total.to(comm.device)
                 comm.all_reduce(shared, unit="found_inf").wait()
                 total = shared.to(total.device)
@@ -98,7 +98,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def has_found_inf(self) -> bool:
-        """The gradients unscaled since the last ``update`` hold an inf or nan on some rank: their step is skipped."""
+        """Whether gradients unscaled since the last ``update`` have an inf or nan on some rank, so that steps skip."""
         if not self.is_enabled():
             return False
         found = [v for state in self._per_optimizer_states.values() for v in state["found_inf_per_device"].values()]

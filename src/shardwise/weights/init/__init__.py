@@ -1,1 +1,1 @@
-"""First values: models built on meta, filled unit by unit, and equal over the ranks."""
+"""Initialization: models that are built on meta and filled unit by unit, and equal values on all ranks."""

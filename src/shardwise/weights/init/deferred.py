@@ -1,12 +1,12 @@
-"""Records on ``meta`` how tensors get their first values, and computes the values later, a few tensors at a time.
+"""Records on ``meta`` how tensors are initialized, and computes the values later, a few tensors at a time.
 
-Two things are recorded: the construction of a model (:func:`deferred_init`), and how the modules of a model that is on
-``meta`` already initialise what they own (``materialize``). A replay runs only the operations that the wanted
-values come from. It gives, to the last bit, the values of a plain run under the same seed.
+Two things are recorded: the construction of a model (:func:`deferred_init`), and the initialization that modules of a
+model on ``meta`` run (``materialize``). A replay runs only the operations on which the wanted values depend. The values
+equal bitwise those of a plain run with the same seed.
 
-On ``meta`` nothing is drawn, yet a replayed random operation must draw the numbers of its place among all. So every
+Random operations on ``meta`` draw nothing, but a replayed one must draw the same numbers as in a plain run. So every
 random operation also runs when it is recorded, on scratch memory, and the generator's state before it is kept (5 kB
-each). An operation that needs values (``.item()``, ``if`` on a tensor, a shape that depends on values) has them
+each). For an operation that needs values (``.item()``, ``if`` on a tensor, a shape that depends on values) these are
 computed at once.
 """
 
@@ -27,16 +27,16 @@ from torch.utils._pytree import tree_iter, tree_map
 from shardwise.spec.errors import StateError
 from shardwise.torch_private import storage_identity
 
-#: Random operations whose draws depend on values that the scratch run does not have.
+#: Random operations whose draws depend on values, which a scratch run does not have.
 _VALUE_DEPENDENT = ("_standard_gamma", "_sample_dirichlet", "bernoulli", "binomial", "poisson", "multinomial")
-#: Operations that leave nothing of what was there before, as random ones and those with ``out=``.
+#: Operations that overwrite all elements; random operations and those with ``out=`` do so too.
 _OVERWRITING = ("fill_", "zero_", "copy_")
 _KEY = "_shardwise_recording"
 
 
 @dataclass
 class _Operation:
-    """One recorded operation. A tensor on meta stands for a view of recorded memory, any other for its values."""
+    """One recorded operation. Tensors on meta are views of recorded memory; other tensors are constants."""
 
     function: Callable[..., Any]
     args: Any
@@ -44,12 +44,12 @@ class _Operation:
     outputs: list[Any]
     reads: set[int]  # identities of storages
     writes: set[int]
-    generator: torch.Generator | None  # of a random operation
-    state: Tensor | None = None  # in which it finds the generator
-    default: torch.dtype = field(default_factory=torch.get_default_dtype)  # of what names no dtype
+    generator: torch.Generator | None  # generator of a random operation
+    state: Tensor | None = None  # the generator's state before it
+    default: torch.dtype = field(default_factory=torch.get_default_dtype)  # torch's default dtype when it was recorded
 
     def run(self, resolve: Callable[[Tensor], Tensor]) -> list[Any]:
-        """Run it for real on the CPU; returns the outputs, flat."""
+        """Run it on the CPU with values; returns the outputs as a flat list."""
 
         def real(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -69,14 +69,14 @@ class _Operation:
 class Recording:
     """Recorded operations."""
 
-    is_construction: bool = False  # every tensor of the model was made while it ran
-    operations: list[_Operation] = field(default_factory=list)  # in their order
+    is_construction: bool = False  # whether the construction of the model was recorded, so that all tensors are known
+    operations: list[_Operation] = field(default_factory=list)  # in order
     blank: set[int] = field(default_factory=set)  # identities of storages that had no values before the first operation
-    #: Tensors in which an operation has left nothing of what was there before, by storage.
+    #: Tensors that an operation has overwritten completely, by storage.
     overwritten: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def materialize(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The values of recorded meta ``tensors``, on the CPU, in memory of their own."""
+        """Compute the values of recorded meta ``tensors``, on the CPU, each in separate memory."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def resolve(tensor: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class Recording:
         return [resolve(tensor).clone(memory_format=torch.preserve_format) for tensor in tensors]
 
     def _needed(self, storages: set[int]) -> list[_Operation]:
-        """The operations that the final content of ``storages`` comes from, in order."""
+        """Return the operations on which the final content of ``storages`` depends, in order."""
         needed, found = set(storages), []
         for operation in reversed(self.operations):
             if not needed.isdisjoint(operation.writes):
@@ -116,7 +116,7 @@ class Recording:
         return found[::-1]
 
     def fills(self, tensor: Tensor) -> bool:
-        """Whether no element of a meta ``tensor`` depends on what was there before."""
+        """Whether the recorded operations set every element of a meta ``tensor``."""
         is_filled = torch.zeros(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=torch.bool)
         for written in self.overwritten.get(storage_identity(tensor), ()):
             if written.itemsize == tensor.itemsize:
@@ -129,7 +129,7 @@ class Recording:
         return [operation.state for operation in self.operations if operation.state is not None]
 
     def fingerprint(self) -> bytes:
-        """16 bytes that are equal on two ranks exactly when they recorded the same operations, seeds aside."""
+        """Return 16 bytes that are equal on two ranks if and only if they recorded equal operations, seeds aside."""
         state = hashlib.blake2b(digest_size=16)
         numbers: dict[int, int] = {}
         for operation in self.operations:
@@ -148,19 +148,19 @@ class Recording:
 def deferred_init(build_model: Callable[[], nn.Module]) -> nn.Module:
     """Build a model on ``meta``, without memory, and record how its values are computed.
 
-    ``sw.parallelize`` then computes the values unit by unit, so that a rank never holds more than one whole unit
-    besides its shards. The values equal, to the last bit, those of plain construction on the CPU under the same seed,
-    whatever the number of ranks, and torch's generator ends in the same state.
+    ``sw.parallelize`` then computes the values unit by unit, so that a rank never stores more than one full unit in
+    addition to its shards. The values equal bitwise those of plain construction on the CPU with the same seed, for any
+    number of ranks, and torch's generator ends in the same state.
 
     Args:
-        build_model: Builds the model; it may compute anything on the CPU. What it reads of tensors (``.item()``, ``if``
-            on a tensor) is computed at once.
+        build_model: Builds the model; it may compute anything on the CPU. Values that it reads (``.item()``, ``if`` on
+            a tensor) are computed at once.
 
     Returns:
         The model, on meta.
 
     Raises:
-        StateError: A tensor was handed to NumPy.
+        StateError: A tensor was passed to NumPy.
 
     Example:
         >>> import torch
@@ -178,22 +178,22 @@ def deferred_init(build_model: Callable[[], nn.Module]) -> nn.Module:
 
 
 def take_recording(model: nn.Module) -> Recording | None:
-    """The recording of a model that :func:`deferred_init` has built, which then forgets it."""
+    """Remove and return the recording of a model that :func:`deferred_init` has built; ``None`` for other models."""
     return model.__dict__.pop(_KEY, None)
 
 
 @contextlib.contextmanager
 def recorded(recording: Recording) -> Iterator[None]:
-    """Inside, new tensors are on meta, and what is done with tensors on meta is added to ``recording``."""
+    """Create new tensors on meta inside the context, and add operations on tensors on meta to ``recording``."""
     with _NotOnMeta(), _Recorder(recording):
         yield
 
 
 class _NotOnMeta(TorchFunctionMode):
-    """Has tensors on meta behave as others do, also where torch asks for it without an operation.
+    """Makes tensors on meta behave as others in calls that dispatch no operation.
 
-    Initialisers such as ``orthogonal_`` and ``trunc_normal_`` do nothing where ``is_meta`` is true, ``.data`` of a
-    tensor on meta takes no tensor that has values, and some functions read values without an operation.
+    Initializers such as ``orthogonal_`` and ``trunc_normal_`` do nothing if ``is_meta`` is true, a tensor on meta
+    accepts no ``.data`` with values, and some functions read values without a dispatched operation.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -209,13 +209,13 @@ class _NotOnMeta(TorchFunctionMode):
         if func in {Tensor.tolist, Tensor.__format__, torch.tensor}:
             args = tree_map(_computed, args)
         if func in {torch.tensor, torch.as_tensor} and kwargs and str(kwargs.get("device")) == "meta":
-            # On meta the values would be lost. Where there are none, transformers asks for the device that is set.
+            # On meta the values would be lost. transformers makes an empty tensor to find the default device.
             kwargs = kwargs if _is_empty(args[0]) else {**kwargs, "device": None}
         return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs every operation on meta, and writes it down. Operations on constants alone are simply run."""
+    """Runs every operation on meta and records it. Operations on constants only are run without a record."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -232,13 +232,13 @@ class _Recorder(TorchDispatchMode):
             return self._compute(func, args, kwargs, mutated)
         try:
             result = func(*_on_meta(args), **_on_meta(kwargs))
-        except (RuntimeError, NotImplementedError):  # it needs values, or fails with them as well
+        except (RuntimeError, NotImplementedError):  # it needs values, or fails with values too
             return self._compute(func, args, kwargs, mutated)
         self._write(func, args, kwargs, result, mutated)
         return result
 
     def _compute(self, func: Any, args: Any, kwargs: Any, mutated: Sequence[Tensor]) -> Any:
-        """Run an operation on values, which are computed now. What it writes on meta is recorded as a copy."""
+        """Run an operation on values, which are computed now. Its writes to tensors on meta are recorded as copies."""
         values: dict[int, Tensor] = {}
 
         def real(value: Any) -> Any:
@@ -255,17 +255,17 @@ class _Recorder(TorchDispatchMode):
         return tree_map(lambda value: written.get(id(value), value), result)
 
     def _write(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, mutated: Sequence[Tensor]) -> None:
-        """Note an operation. A random one advances its generator, as it would with memory."""
+        """Record an operation. A random one advances its generator, as in a plain run."""
         args, kwargs, outputs = (tree_map(_noted, held) for held in (args, kwargs, list(tree_iter(result))))
         reads = {storage_identity(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and t.is_meta}
         made = [out for out in outputs if isinstance(out, Tensor) and storage_identity(out) not in reads]
         writes = set(map(storage_identity, (*made, *mutated)))
         if not writes:
-            return  # a view: later operations name the storage
+            return  # a view: later operations refer to the storage
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         _, name, overload = str(func).split(".")
         overwrites = is_random or name in _OVERWRITING or overload.endswith("out")
-        if overwrites:  # torch.Tensor(2, 3) makes its memory unseen
+        if overwrites:  # torch.Tensor(2, 3) allocates without a dispatched operation
             self._recording.blank |= set(map(storage_identity, mutated)) - self._made
         self._made |= writes
         filled = (*(made if "empty" not in name else ()), *(mutated if overwrites else ()))
@@ -280,7 +280,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _computed(value: Any) -> Any:
-    """A tensor with its values while operations are recorded: by one that needs them, for the shape of its result."""
+    """Return a recorded tensor with values, by an operation whose result's shape depends on values."""
     if not isinstance(value, Tensor) or not value.is_meta:
         return value
     return value.detach().masked_select(torch.ones_like(value, dtype=torch.bool)).view(value.shape)
@@ -311,7 +311,7 @@ def _on_meta(held: Any) -> Any:
 
 
 def _noted(value: Any) -> Any:
-    """An argument or result as it is now; what is on meta keeps its storage alive, and so its identity."""
+    """Return a snapshot of an argument or result; tensors on meta keep their storage alive, and so its identity."""
     if not isinstance(value, Tensor):
         return value
     return value.detach() if value.is_meta else value.detach().clone()
@@ -326,9 +326,9 @@ def _view_of(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
 
 
 def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes to, from its schema."""
+    """Return the tensors that an operator writes to, by its schema."""
     found: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - operators show it under this name only
+    for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - there is no public name
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             found += [tensor for tensor in tree_iter(value) if isinstance(tensor, Tensor)]
@@ -336,7 +336,7 @@ def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
 
 
 def _as_recorded(output: Tensor, recorded: Tensor) -> Tensor:
-    """``output`` in the strides that meta said it would have: later operations name its elements by them."""
+    """Return ``output`` with the strides of the run on meta, which later operations use."""
     is_same = output.stride() == recorded.stride() and output.storage_offset() == recorded.storage_offset()
     if is_same and output.untyped_storage().nbytes() >= recorded.untyped_storage().nbytes():
         return output

@@ -1,16 +1,16 @@
-"""Gives values to a model that was built on ``meta``, one unit at a time.
+"""Initializes a model that was built on ``meta``, one unit at a time.
 
 ============================  ======================================================================================
-source                        where values come from
+source                        origin of the values
 ============================  ======================================================================================
-:class:`Source`               a recording, replayed: of the construction (``sw.deferred_init``), or of a function that
+:class:`Source`               a replayed recording: of the construction (``sw.deferred_init``), or of a function that
                               is called with each module that owns meta tensors, or of its ``reset_parameters``
-:class:`FromLater`            a state dict on rank 0, files of which every rank reads its own ranges, or what the caller
-                              loads: once the units are there, so that a rank holds its shards only
+:class:`FromLater`            a state dict on rank 0, files from which every rank reads its ranges, or a later load by
+                              the caller: after the units are sharded, so that a rank stores only its shards
 ============================  ======================================================================================
 
-Every rank draws the same random numbers on the CPU, so the values do not depend on the number of ranks. A tensor that
-would stay without values, buffers that are not saved included, is refused by name.
+Every rank draws the same random numbers on the CPU, so the values do not depend on the number of ranks. Tensors that
+would stay uninitialized, including buffers that are not saved, are refused by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 from shardwise.weights.init.deferred import Recording, recorded, take_recording
 
-#: Initialises the parameters and buffers that a module owns directly.
+#: Initializes the parameters and buffers that a module owns directly.
 Init = Callable[[nn.Module], None]
 
 
@@ -54,25 +54,25 @@ class Weights(Protocol):
         ...
 
     def read(self, pairs: Iterable[tuple[Extent, Tensor]]) -> None:
-        """Fill flat targets with their ranges."""
+        """Fill flat tensors with the values of their extents."""
         ...
 
 
-#: What ``sw.parallelize`` takes as ``init``.
+#: The types that ``sw.parallelize`` accepts as ``init``.
 Given = Init | Mapping[str, Tensor] | Weights
 
 
 class Source:
-    """The source of meta tensors' values: what was recorded of them. Values are made on the CPU."""
+    """The source of meta tensors' values: a recording. Values are computed on the CPU."""
 
     def __init__(self, recording: Recording | None) -> None:
         self._recording = recording
 
     def agree(self, comm: Comm, mode: str) -> None:
-        """See to it that every rank will make the same values.
+        """Make sure that every rank will compute the same values.
 
         Collective:
-            An all-gather of a few bytes; where seeds differ and ``mode`` is not ``"error"``, a broadcast of rank 0's
+            An all-gather of a few bytes; if seeds differ and ``mode`` is not ``"error"``, a broadcast of rank 0's
             generator states. All ranks must call.
         """
         if self._recording is None:
@@ -86,28 +86,34 @@ class Source:
         _agree_on_states(self._recording.states, comm, mode)
 
     def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
-        """Values of meta parameters of one unit; a meta tensor for one whose value comes later."""
+        """Return the values of meta parameters of one unit; a meta tensor for a parameter that is loaded later."""
         assert self._recording is not None
         return self._recording.materialize([entry.parameter.data for entry in entries])
 
     def alone(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
-        """Values of meta parameters that the engine does not hold."""
+        """Return the values of meta parameters that the engine ignores."""
         return self.parameters(entries)
 
     def buffer(self, buffer: Tensor, name: str) -> Tensor:  # noqa: ARG002
-        """Value of a meta buffer; ``name`` is its name in the model."""
+        """Return the value of a meta buffer; ``name`` is its name in the model."""
         assert self._recording is not None
         return self._recording.materialize([buffer])[0]
 
     def attribute(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Value of a meta tensor that is a plain attribute of a module; itself where its construction is unknown."""
+        """Return the value of a meta tensor in a plain attribute; the tensor itself if its construction is unknown."""
         if self._recording is None or not self._recording.is_construction:
             return tensor
         return self._recording.materialize([tensor.detach()])[0].to(device)
 
 
 def find_source(model: nn.Module, init: Given | None, *, is_sent: bool) -> Source | None:
-    """The source for the meta tensors of ``model``; ``None`` if there are none, or if they are to be refused."""
+    """Choose the source for the meta tensors of ``model``; ``None`` if there are none, or if they must be refused.
+
+    Args:
+        model: The model.
+        init: The ``init`` of ``sw.parallelize``.
+        is_sent: Whether rank 0 sends its weights (``sync="rank0"``).
+    """
     recording = take_recording(model)
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     if init is not None and not is_meta:
@@ -120,7 +126,7 @@ def find_source(model: nn.Module, init: Given | None, *, is_sent: bool) -> Sourc
         parameter.is_meta for parameter in model.parameters()
     )
     if not is_meta or (is_untold and (is_sent or is_partly_real)):
-        return None  # weights that somebody forgot to load must not be drawn anew: what is on meta will be refused
+        return None  # weights that the user forgot to load must not be initialized at random: they will be refused
     unsaved = _unsaved_buffers(model)
     reason = None if init is not None or recording is not None else _no_reset(model)
     if isinstance(init, Mapping | Weights):
@@ -140,9 +146,9 @@ def fill_parameters(
     entries: Iterable[OwnedParameter],
     device: torch.device,
 ) -> None:
-    """Give meta parameters the values that ``make`` returns for them (a method of a source). The objects stay.
+    """Give meta parameters the values that ``make`` (a method of a source) returns for them. The objects stay.
 
-    A value on meta stands for one that comes later: the parameter gets its shape on ``device``, and no memory.
+    If a value is on meta, it is loaded later: the parameter gets its shape on ``device``, without memory.
     """
     empty = [entry for entry in entries if entry.parameter.is_meta]
     for entry, value in zip(empty, make(empty) if empty else (), strict=True):
@@ -156,15 +162,15 @@ def _without_memory(like: Tensor, device: torch.device) -> Tensor:
 
 
 def become(held: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter a value. The object stays: an optimizer built before holds it."""
+    """Give a parameter a value. The object stays, because an optimizer may refer to it."""
     real = nn.Parameter(value, requires_grad=held.requires_grad)
     real.__dict__.update(held.__dict__)
     torch.utils.swap_tensors(held, real)
 
 
 def fill_buffers(model: nn.Module, make: Callable[[Tensor, str], Tensor]) -> None:
-    """Put what ``make`` makes of a meta buffer and its name in the place of each."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the meta tensor, so that its id stays its own
+    """Replace each meta buffer by the result of ``make`` for the buffer and its name."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the meta tensor, so that its id is not reused
     for path, module in model.named_modules():
         for name, buffer in torch_private.buffers_of(module).items():
             if buffer is None or not buffer.is_meta:
@@ -175,7 +181,7 @@ def fill_buffers(model: nn.Module, make: Callable[[Tensor, str], Tensor]) -> Non
 
 
 def fill_attributes(model: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Put what ``make`` makes of it in the place of each meta tensor that is a plain attribute, or in one."""
+    """Replace each meta tensor that is a plain attribute, or nested in one, by the result of ``make``."""
     made: dict[int, Tensor] = {}
 
     def fill(held: Any) -> Any:
@@ -191,7 +197,7 @@ def fill_attributes(model: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes with meta tensors that are neither parameters nor buffers."""
+    """Return the attributes of a module with meta tensors that are neither parameters nor buffers."""
     own = {id(table) for table in _tables(module)}
     return {
         name: value
@@ -205,15 +211,15 @@ def _is_plain_meta(value: object) -> bool:
 
 
 def record_init(model: nn.Module, init: Init | None, *, only: Collection[int] | None = None) -> Recording:
-    """Record how modules initialise the meta tensors that they own, one after the other as ``model.modules()``.
+    """Record how modules initialize their meta tensors, in the order of ``model.modules()``.
 
     Args:
-        model: Some of it is on meta.
+        model: A model with tensors on meta.
         init: Called with each module that owns such tensors; ``None``: its ``reset_parameters()``.
-        only: Ids of the tensors that must get values; ``None`` for all. Modules that own none of them are left out.
+        only: Ids of the tensors that must get values; ``None`` for all. Modules that own none of them are skipped.
 
     Raises:
-        StateError: A tensor would stay without values.
+        StateError: A tensor would stay uninitialized.
     """
     recording, unfilled = Recording(), dict[int, tuple[Tensor, StateError]]()
     for path, module in model.named_modules():
@@ -229,7 +235,7 @@ def record_init(model: nn.Module, init: Init | None, *, only: Collection[int] | 
             (init or _reset)(module)
             for table in _tables(module):
                 for name, tensor in held.items():
-                    if table.get(name, tensor) is not tensor:  # it was replaced instead of written to
+                    if table.get(name, tensor) is not tensor:  # the module has replaced it
                         tensor.detach().copy_(table[name].detach())
                         table[name] = tensor
         unfilled |= {
@@ -255,14 +261,14 @@ def _unfilled(path: str, module: nn.Module, name: str, init: Init | None) -> Sta
 
 @dataclass(frozen=True)
 class Missing:
-    """The tensors that stay without values until the caller loads them."""
+    """The tensors that stay uninitialized until the caller loads them."""
 
-    reason: str  # why they are not initialised
-    names: frozenset[frozenset[str]]  # all names of each of them
+    reason: str  # why they are not initialized
+    names: frozenset[frozenset[str]]  # all names of each tensor
 
 
 class FromLater(Source):
-    """Leaves parameters empty, to be loaded once a rank holds no more than its shards."""
+    """Source that leaves parameters empty; they are loaded after sharding."""
 
     def __init__(
         self, recording: Recording | None, unsaved: Collection[int], given: Mapping[str, Tensor] | Weights | Missing
@@ -273,7 +279,7 @@ class FromLater(Source):
         self._files = given if isinstance(given, Weights) and not isinstance(given, Mapping) else None
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse parameters without values, ``names``, that the files do not hold."""
+        """Refuse uninitialized parameters (``names``) that are not in the files."""
         if self._files is None:
             return
         missing = [name for name in names if name not in self._files]
@@ -285,7 +291,7 @@ class FromLater(Source):
             )
 
     def agree(self, comm: Comm, mode: str) -> None:
-        """As :meth:`Source.agree`; random numbers matter for buffers that are not saved only."""
+        """As :meth:`Source.agree`; also compares the files. Random numbers are only drawn for unsaved buffers."""
         if self._files is not None:
             check_same(
                 comm,
@@ -296,17 +302,17 @@ class FromLater(Source):
         super().agree(comm, mode)
 
     def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
-        """Shapes: neither memory nor values."""
+        """Return the meta tensors themselves: shapes without memory."""
         return [entry.parameter.data for entry in entries]
 
     def alone(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
-        """The whole values, where there are files; else memory without values."""
+        """Return the full values from the files; without files, uninitialized memory."""
         if self._files is None:
             return [torch.empty_like(entry.parameter, device="cpu") for entry in entries]
         return [_read(self._files, entry.names[0], entry.parameter) for entry in entries]
 
     def buffer(self, buffer: Tensor, name: str) -> Tensor:
-        """As :meth:`Source.buffer`; for a buffer that is saved and not in files, memory without values."""
+        """As :meth:`Source.buffer` for an unsaved buffer; a saved one is read from files, or zeros without files."""
         if id(buffer) in self._unsaved:
             return super().buffer(buffer, name)
         return torch.zeros_like(buffer, device="cpu") if self._files is None else _read(self._files, name, buffer)
@@ -319,7 +325,7 @@ def _read(files: Weights, name: str, like: Tensor) -> Tensor:
 
 
 def _no_reset(model: nn.Module) -> str | None:
-    """The module with meta tensors that are saved which cannot initialise them; ``None``: all of them can."""
+    """Describe the first module that cannot initialize its saved meta tensors; ``None``: all modules can."""
     unsaved = _unsaved_buffers(model)
     for path, module in model.named_modules():
         owned = {name: tensor for name, tensor in _meta_tensors(module).items() if id(tensor) not in unsaved}
@@ -330,7 +336,7 @@ def _no_reset(model: nn.Module) -> str | None:
 
 
 def _saved_names(model: nn.Module) -> list[frozenset[str]]:
-    """All names of every meta tensor that a state dict holds."""
+    """Return all names of every meta tensor that a state dict includes."""
     unsaved = _unsaved_buffers(model)
     found: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -341,7 +347,7 @@ def _saved_names(model: nn.Module) -> list[frozenset[str]]:
 
 
 def _unsaved_buffers(model: nn.Module) -> set[int]:
-    """Ids of the meta buffers that a state dict does not hold."""
+    """Return the ids of the meta buffers that a state dict does not include."""
     saved: set[int] = set()
     found: set[int] = set()
     for module in model.modules():
@@ -383,7 +389,7 @@ def _meta_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """The dictionaries of a module by name: its parameters, and its buffers."""
+    """Return the dictionaries of a module's own parameters and buffers."""
     return torch_private.parameters_of(module), torch_private.buffers_of(module)
 
 

@@ -1,4 +1,4 @@
-"""Makes the values of all ranks equal before sharding, so that differently seeded ranks cannot train a mixture."""
+"""Makes the values of all ranks equal before sharding, so that ranks with different seeds cannot train a mixture."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def synchronise(
     Args:
         module: The model, not sharded yet.
         parameter_ids: ``id`` of the parameters to compare; ``None`` for all.
-        comm: Over the ranks that must agree.
+        comm: Comm over the ranks that must agree.
         mode: ``"warn"``: units that differ are broadcast, with one warning. ``"error"``: they are refused. ``"rank0"``:
-            rank 0's values are broadcast, whatever the others hold, which may be meta tensors.
-        groups: Names of the tensors by unit; a unit is compared and broadcast as one. ``None``: tensor by tensor.
-        is_deferred: Meta tensors get their values later, the same on every rank; only the others are compared.
+            rank 0's values are broadcast without a comparison; other ranks may have meta tensors.
+        groups: Names of the tensors by unit; a unit is compared and broadcast together. ``None``: tensor by tensor.
+        is_deferred: Whether meta tensors are initialized later, equal on every rank; then only others are compared.
         ignored: Names of the tensors that are neither compared nor sent. They must have values.
 
     Collective:
@@ -63,7 +63,7 @@ def synchronise(
 
 
 def _compare_values(tensors: dict[str, Tensor], comm: Comm, mode: str, groups: dict[str, list[str]] | None) -> None:
-    """Compare hashes over the ranks, and send what differs."""
+    """Compare hashes over the ranks, and broadcast the units that differ."""
     units = groups or {name: [name] for name in tensors}
     units = {unit: [name for name in names if name in tensors] for unit, names in units.items()}
     moved = torch.zeros(comm.size, len(units), 2, dtype=torch.int64, device=comm.device)
@@ -159,7 +159,7 @@ def _send(name: str, tensor: Tensor, comm: Comm) -> None:
 
 
 def _materialize(module: nn.Module, tensors: dict[str, Tensor], comm: Comm) -> dict[str, Tensor]:
-    """Give meta tensors of ranks other than 0 storage on rank 0's kind of device."""
+    """Allocate memory for the meta tensors of ranks other than 0, on the Comm's device."""
     is_bad = comm.rank == 0 and any(tensor.is_meta for tensor in tensors.values())
     if any(agree(comm, int(is_bad))):
         raise StateError("sync='rank0' needs real weights on rank 0, but some are on the meta device there.")

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, sharded as the optimizer's state is."""
+"""An exponential moving average of the weights, sharded like the optimizer's state."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from shardwise.spec.slice import slice_of
 from shardwise.weights.state.extents import Pairs
 from shardwise.weights.state.held import extent_of, owned_pieces, pairs_of
 
-#: Begins the names of averages in checkpoints.
+#: Prefix of the names of averages in checkpoints.
 _AVERAGE = "average/"
-#: Elements that are exchanged at a time: no second copy of the weights.
+#: Number of elements that are swapped at a time, so that no second copy of the weights is needed.
 _CHUNK_NUMEL = 1 << 20
 
 
 class ExponentialMovingAverage:
-    """Weights that follow the model's slowly: ``average = decay * average + (1 - decay) * weights`` at each update.
+    """Exponential moving average of weights: ``average = decay * average + (1 - decay) * weights`` at each update.
 
     ::
 
@@ -37,22 +37,21 @@ class ExponentialMovingAverage:
             train_one_step(model, batch)
             average.update()
         with average.swapped_in():
-            evaluate(model)  # sw.full_state_dict(model) gives the averaged weights here
+            evaluate(model)  # sw.full_state_dict(model) returns the averaged weights here
         sw.save(path, model, optimizer, average=average)
 
-    Each rank keeps the average of the weights that its optimizer updates, in one flat tensor per group (and per table
-    of spread rows). An update is one fused operation per unit and sends nothing. The values equal, to the last bit,
-    those of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn`` in one process. 16-bit weights are
-    averaged in fp32. Buffers, and weights that are frozen when this object is made, are not averaged: evaluation uses
-    the model's.
+    Each rank stores the average of the weights that its optimizer updates, in one flat tensor per group (and per
+    row-sharded table). An update is one fused operation per group and sends nothing. The values equal bitwise those of
+    ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn`` in one process. 16-bit weights are averaged in
+    fp32. Buffers, and weights that are frozen when this object is made, are not averaged: evaluation uses the model's.
 
     Args:
         model: A parallelized model; the average begins with its weights.
-        decay: From 0 up to, but not, 1. The attribute may be changed between updates.
+        decay: From 0 to less than 1.
 
     Attributes:
-        decay: The decay of later updates.
-        num_updates: Updates so far.
+        decay: The decay of later updates; it may be changed.
+        num_updates: Number of updates so far.
 
     Raises:
         StateError: ``decay`` is out of range, or the model is not parallelized.
@@ -82,7 +81,7 @@ class ExponentialMovingAverage:
         """Move the average towards the weights, after an optimizer's step.
 
         Raises:
-            StateError: Called inside :meth:`swapped_in`, a forward or a backward; or the model is gone.
+            StateError: Called inside :meth:`swapped_in`, a forward or a backward; or the model has been deleted.
         """
         engine = self._settled("update")
         for weights, average in self._weights(engine):
@@ -91,16 +90,16 @@ class ExponentialMovingAverage:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Show the average in the model inside the context, and its own weights again afterwards.
+        """Replace the model's weights by the average inside the context, and restore them afterwards.
 
-        Weights and average are exchanged in place; 16-bit weights are copied. Inside, forwards, ``sw.full_state_dict``
+        Weights and average are swapped in place; 16-bit weights are copied. Inside, forwards, ``sw.full_state_dict``
         and ``sw.save`` use the average; an optimizer's step and updates of the average are refused.
 
         Collective:
-            None; the next forward gathers anew. All ranks must enter and leave.
+            None; the next forward gathers again. All ranks must enter and leave.
 
         Raises:
-            StateError: Called inside itself, a forward or a backward; or the model is gone.
+            StateError: Called inside itself, a forward or a backward; or the model has been deleted.
         """
         engine = self._settled("swapped_in")
         hook = register_optimizer_step_pre_hook(_refuse_steps_of(weakref.ref(engine)))
@@ -137,7 +136,7 @@ class ExponentialMovingAverage:
             yield group, average
 
     def _weights(self, engine: Engine) -> Iterator[tuple[Tensor, Tensor]]:
-        """The averaged weights of this rank, flat, each with its average."""
+        """Yield this rank's weights that are averaged, flat, each with its average."""
         for group, average in self._pairs():
             group.follow_shards()
             yield group.master, average
@@ -145,13 +144,13 @@ class ExponentialMovingAverage:
             yield rows.detach().view(-1), average
 
     def _spread(self, engine: Engine) -> dict[str, tuple[nn.Parameter, Tensor]]:
-        """This rank's rows of what is spread by rows, with their average, by name."""
+        """Return this rank's rows of row-sharded tables, with their average, by name."""
         return {name: (ignored_of(engine).parameters[name], average) for name, average in self._rows.items()}
 
     # -- checkpoints
 
     def owned_extents(self) -> Pairs:
-        """The ranges that this rank writes to a checkpoint, as ``average/<parameter name>``.
+        """Return the ranges that this rank writes to a checkpoint, as ``average/<parameter name>``.
 
         Raises:
             StateError: As :meth:`update`.
@@ -165,7 +164,7 @@ class ExponentialMovingAverage:
         return found
 
     def fresh(self) -> tuple[list[Tensor], Pairs]:
-        """New averages for :meth:`install`, and this rank's ranges of the stored tensors as targets to load into.
+        """Make new averages for :meth:`install`, and this rank's ranges of the stored tensors as targets to load into.
 
         Raises:
             StateError: As :meth:`update`.
@@ -182,7 +181,7 @@ class ExponentialMovingAverage:
         return made, extents
 
     def install(self, fresh: list[Tensor], settings: dict[str, Any]) -> None:
-        """Take over loaded averages and settings."""
+        """Set loaded averages and settings."""
         averages = [*(average for _, average in self._averages), *self._rows.values()]
         for average, loaded in zip(averages, fresh, strict=True):
             average.copy_(loaded)
@@ -190,12 +189,12 @@ class ExponentialMovingAverage:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the average on this rank: those of the trained weights that it updates."""
+        """Bytes of the average on this rank."""
         return sum(average.nbytes for average in [*(average for _, average in self._pairs()), *self._rows.values()])
 
     @property
     def num_host_bytes(self) -> int:
-        """The bytes of these on the host: where the weights are offloaded."""
+        """Bytes of the average of offloaded weights, which is on the host."""
         return sum(average.nbytes for group, average in self._pairs() if group.facts.is_offloaded)
 
     @property
@@ -210,7 +209,7 @@ def _average_of(weights: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _swap(weights: Tensor, average: Tensor) -> Tensor | None:
-    """Exchange weights and average; where their dtypes differ, put the average into place and return the weights."""
+    """Swap weights and average in place; if dtypes differ, overwrite the weights and return a copy of them."""
     if average.dtype is not weights.dtype:
         own = weights.clone()
         weights.copy_(average)

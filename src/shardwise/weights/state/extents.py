@@ -1,13 +1,13 @@
 """Gathers logical tensors on rank 0, and scatters them from there, as ranges of elements (``spec.extent``).
 
-There is one gather and one scatter. A rank describes what it holds as a list of :class:`Holding`; rank 0 learns the
-ranges of all ranks as JSON (:func:`survey`), so that both sides know each message before it is sent::
+There is one gather and one scatter. A rank describes its stored ranges as a list of :class:`Holding`. Rank 0 receives
+the ranges of all ranks as JSON (:func:`survey`), so that both sides know each message before it is sent::
 
-    gather     every rank  -- each range that it owns -->  rank 0, which copies it into the whole tensor
+    gather     every rank  -- each range that it owns -->  rank 0, which copies it into the full tensor
     scatter    rank 0      -- each range of a holding -->  the first rank that has it  -- broadcast -->  its copies
 
 Slices of tensor and expert parallelism, stages of a pipeline, shards, replicas, buffers and ignored parameters differ
-only in their extents and in who holds copies.
+only in their extents and in the ranks that have copies.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from shardwise.spec.extent import Extent, describe_cuts, packed, shared, tiling_
 from shardwise.spec.layout import contiguous_stride
 from shardwise.spec.slice import Cut
 
-#: Ranges of logical tensors, each with the one-dimensional tensor that holds its elements.
+#: Ranges of logical tensors, each with a one-dimensional tensor of its elements.
 Pairs = list[tuple[Extent, Tensor]]
 
 
 @dataclass(frozen=True)
 class Holding:
-    """Ranges that one rank holds in one piece of memory: those of a unit's group, a buffer, a slice of a parameter."""
+    """Ranges that one rank stores in one piece of memory: those of a unit's group, a buffer, a slice of a parameter."""
 
     unit: str  # name of the messages in recorded collectives
     extents: tuple[Extent, ...]
     fetch: Callable[[], tuple[Tensor, list[Tensor]]]  # returns the memory, flat, and a view of it for each range
-    store: Callable[[Tensor], object]  # takes over the memory that ``fetch`` gave once it has been written
-    #: The ranks that hold the same; ``None`` where no other rank does. The first of them gets what is scattered, and
-    #: broadcasts it to the others.
+    store: Callable[[Tensor], object]  # called with the memory from ``fetch`` after it has been written
+    #: Comm over the ranks with the same ranges; ``None``: no other rank has them. In a scatter, the first of these
+    #: ranks receives, and broadcasts to the others.
     copies: Comm | None = None
 
     @property
     def is_first(self) -> bool:
-        """This rank is the first of those that hold the same."""
+        """Whether this rank is the first of those with the same ranges."""
         return self.copies is None or self.copies.rank == 0
 
 
@@ -64,21 +64,21 @@ class Targets:
 
     @torch.no_grad()
     def install(self) -> None:
-        """Take over what has been read into the memory."""
+        """Store the memory, which has been filled, in the holdings."""
         for holding, flat in self._fetched:
             holding.store(flat)
 
 
-# -- what all ranks hold, on rank 0
+# -- the ranges of all ranks, on rank 0
 
 
 @dataclass(frozen=True)
 class Report:
     """The report of one rank in a survey."""
 
-    #: The unit and the ranges of each holding; no ranges where the rank is not the first of its copies.
+    #: The unit and the ranges of each holding; no ranges if the rank is not the first of those with copies.
     holdings: list[tuple[str, list[Extent]]]
-    more: Any  # the caller's addition, as JSON holds it
+    more: Any  # the caller's addition, a JSON value
 
     @property
     def extents(self) -> Iterator[Extent]:
@@ -90,13 +90,19 @@ class Report:
 def survey(
     comm: Comm, holdings: Sequence[Holding], judge: Callable[[list[Report]], Any], more: Any = None
 ) -> tuple[list[Report], Any]:
-    """Gather the reports of all ranks on rank 0, and broadcast its answer.
+    """Gather the reports of all ranks on rank 0, and broadcast the result of ``judge`` there.
+
+    Args:
+        comm: Comm over all ranks.
+        holdings: This rank's holdings.
+        judge: Called on rank 0 with the reports; a ``StateError`` that it raises is raised on all ranks.
+        more: This rank's addition to its report, a JSON value.
 
     Returns:
-        The reports by rank (on rank 0, else ``[]``), and the answer.
+        The reports by rank (on rank 0, else ``[]``), and the result of ``judge``.
 
     Collective:
-        A gather of JSON to rank 0, about 100 bytes for each range, and a broadcast of the answer. All ranks must call.
+        A gather of JSON to rank 0, about 100 bytes for each range, and a broadcast of the result. All ranks must call.
     """
     own = [[each.unit, [packed(extent) for extent in each.extents] if each.is_first else []] for each in holdings]
     reports = [
@@ -116,7 +122,7 @@ def survey(
 
 
 def refuse_gaps(reports: Sequence[Report]) -> None:
-    """Check that the ranges of all ranks make whole tensors, each element once."""
+    """Check that the ranges of all ranks cover every element of every tensor exactly once."""
     first: dict[str, Extent] = {}
     held: dict[str, dict[tuple[Cut, ...], list[tuple[int, int, int]]]] = {}
     problems = []
@@ -139,7 +145,7 @@ def refuse_gaps(reports: Sequence[Report]) -> None:
 def coverage_problems(
     name: str, shape: tuple[int, ...], held: Mapping[tuple[Cut, ...], list[tuple[int, int, int]]]
 ) -> list[str]:
-    """Why the sorted ranges ``(start, stop, rank)`` of each slice do not cover the whole tensor exactly once."""
+    """Describe why sorted ranges ``(start, stop, rank)`` of each slice do not cover the full tensor exactly once."""
     problems = []
     for cuts, ranges in held.items():
         numel = Extent(name, shape, "", 0, 0, cuts=cuts).slice_numel
@@ -149,7 +155,7 @@ def coverage_problems(
 
 
 def _gaps(name: str, numel: int, held: list[tuple[int, int, int]]) -> list[str]:
-    """Gaps and overlaps of sorted ``(start, stop, rank)`` in ``numel`` elements."""
+    """Describe gaps and overlaps of sorted ``(start, stop, rank)`` in ``numel`` elements."""
     problems = []
     end, last = 0, -1
     for start, stop, rank in held:
@@ -174,20 +180,20 @@ def _gaps(name: str, numel: int, held: list[tuple[int, int, int]]) -> list[str]:
 def gather(
     comm: Comm, holdings: Sequence[Holding], reports: Sequence[Report], room: Callable[[Extent], Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Put the ranges of all ranks together on rank 0.
+    """Gather the ranges of all ranks into full tensors on rank 0.
 
     Args:
-        comm: As :func:`survey` was given.
-        holdings: As :func:`survey` was given; those of which this rank holds a copy only are not sent.
+        comm: The Comm that was given to :func:`survey`.
+        holdings: The holdings that were given to :func:`survey`; copies are not sent.
         reports: The reports that :func:`survey` returned.
-        room: Returns the memory of a whole tensor; by default fresh memory on the CPU.
+        room: Returns the memory of a full tensor; by default new memory on the CPU.
 
     Returns:
-        The whole tensors by name on rank 0, ``{}`` elsewhere.
+        The full tensors by name on rank 0, ``{}`` on other ranks.
 
     Collective:
-        A message to rank 0 for each range of another rank. Besides the result, rank 0 holds at most one range at a
-        time, and none where ranges are runs of the whole tensors' memory. All ranks must call.
+        A message to rank 0 for each range of another rank. In addition to the result, rank 0 stores at most one range
+        at a time, and none if ranges are contiguous in the full tensors' memory. All ranks must call.
     """
     own = [each for each in holdings if each.extents and each.is_first]
     if comm.rank > 0:
@@ -208,7 +214,7 @@ def gather(
 
 
 def _place(whole: dict[str, Tensor], room: Callable[[Extent], Tensor], extent: Extent) -> tuple[Extent, Tensor]:
-    """The whole tensor that a range is of: its extent, and its elements in the order of memory."""
+    """Return the full tensor of a range: its extent, and a flat view of its memory."""
     full = whole_extent(extent)
     if extent.name not in whole:
         whole[extent.name] = room(full)
@@ -216,7 +222,7 @@ def _place(whole: dict[str, Tensor], room: Callable[[Extent], Tensor], extent: E
 
 
 def _receive_into(comm: Comm, extent: Extent, full: Extent, into: Tensor, *, source: int, unit: str) -> None:
-    """Receive a range of another rank into the whole tensor, without a copy where it is one run there."""
+    """Receive a range of another rank into the full tensor, without a copy if it is contiguous there."""
     blocks = shared(extent, full)
     is_alike = into.device == comm.device and into.dtype is torch_dtype(extent.dtype)
     if is_alike and len(blocks) == 1 and blocks[0].is_run:
@@ -235,19 +241,20 @@ def scatter(
     values: Mapping[str, Tensor],
     names: Collection[str],
 ) -> None:
-    """Fill the holdings of every rank from whole tensors on rank 0.
+    """Fill the holdings of every rank from full tensors on rank 0.
 
     Args:
-        comm: As :func:`survey` was given.
-        holdings: As :func:`survey` was given. Ranks with copies of a holding must have it at the same place.
+        comm: The Comm that was given to :func:`survey`.
+        holdings: The holdings that were given to :func:`survey`. Ranks with copies of a holding must have it at the
+            same index.
         reports: The reports that :func:`survey` returned.
-        values: On rank 0 the whole tensors by name, cast where they have another dtype.
-        names: The names of ``values``, on every rank. Ranges of other tensors keep their elements.
+        values: On rank 0 the full tensors by name, which are cast if they have another dtype.
+        names: The names of ``values``, on every rank. Ranges of other tensors are unchanged.
 
     Collective:
-        A message from rank 0 for each range on the first rank that holds it, and a broadcast of the holding to its
-        copies. The holdings at one place of all ranks are done before those at the next. Besides ``values``, rank 0
-        holds one holding and one range. All ranks must call.
+        A message from rank 0 for each range to the first rank that has it, and a broadcast of the holding to its
+        copies. The holdings of all ranks at one index are filled before those at the next. In addition to ``values``,
+        rank 0 stores one holding and one range. All ranks must call.
     """
     present = set(names)
     for place in range(max([len(holdings), *(len(report.holdings) for report in reports)])):
@@ -263,7 +270,7 @@ def scatter(
 
 
 def _take(comm: Comm, holding: Holding, values: Mapping[str, Tensor], present: Collection[str]) -> None:
-    """Fill a holding of this rank, and share it with the ranks that hold the same."""
+    """Fill a holding of this rank, and broadcast it to the ranks with copies."""
     if not any(extent.name in present for extent in holding.extents):
         return
     flat, views = holding.fetch()
@@ -303,16 +310,16 @@ def _fill(extent: Extent, part: Tensor, values: Mapping[str, Tensor]) -> None:
 
 
 def whole_extent(extent: Extent) -> Extent:
-    """The extent of all of the logical tensor."""
+    """Return the extent of the full logical tensor."""
     return dataclasses.replace(extent, start=0, stop=extent.logical_numel, cuts=())
 
 
 def empty(extent: Extent, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for a whole logical tensor with its strides, by default on the CPU and in its dtype."""
+    """Allocate a full logical tensor with its strides, by default on the CPU and in its dtype."""
     stride = extent.stride or contiguous_stride(extent.shape)
     return torch.empty_strided(extent.shape, stride, dtype=dtype or torch_dtype(extent.dtype), device=device)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, as a flat view."""
+    """Return a flat view of the bytes of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8)

@@ -1,8 +1,8 @@
-"""Whole parameters inside a context: what FSDP calls ``summon_full_params``.
+"""Full parameters inside a context, as FSDP's ``summon_full_params``.
 
-Inside, the model's own Parameter objects show whole tensors, so that ``state_dict()``, ``p.norm()`` and everything else
-of plain PyTorch sees the plain model. Sharded parameters are gathered into fresh memory. Where a rank has the whole
-group anyway (a replica, or a single rank), its memory is shown, and a copy restores it at the end.
+Inside, the model's own Parameter objects show full tensors, so that ``state_dict()``, ``p.norm()`` and other PyTorch
+functions see the plain model. Sharded parameters are gathered into new memory. If a rank stores the full group anyway
+(a replica, or a single rank), that memory is shown, and a copy restores it at the end.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from shardwise.weights.state.held import gathered_pieces, of_group
 
 @dataclass(slots=True)
 class Whole:
-    """The way in which a unit is shown whole at the moment."""
+    """The options of the context that shows full parameters of a unit."""
 
-    is_written_back: bool
-    is_on_root_only: bool
-    has_computed: bool = False  # a forward inside has used the whole values
+    is_written_back: bool  # whether changes are kept
+    is_on_root_only: bool  # whether only rank 0 shows full parameters
+    has_computed: bool = False  # whether a forward inside has used the full parameters
 
 
 @contextlib.contextmanager
@@ -48,22 +48,22 @@ def full_parameters(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
 ) -> Iterator[None]:
-    """Show whole parameters inside the context, as FSDP1's ``summon_full_params`` does.
+    """Show full parameters inside the context, as FSDP1's ``summon_full_params`` does.
 
     Inside, ``module.state_dict()``, ``module.parameters()`` and arithmetic on parameters work as in the plain model, in
     the master's dtype. A forward without grad computes with the current values of the parameters and gathers nothing.
     ``.grad`` is ``None``. Training, ``optimizer.step()`` and functions that work on shards (``sw.save``,
     ``sw.clip_grad_norm``, ``sw.full_state_dict``, ...) are refused.
 
-    All units that hold a parameter of ``module`` are gathered at once, so the context needs the memory of all of
-    ``module``'s parameters. To get a state dict only, call ``sw.full_state_dict``, which gathers range by range.
+    All units with a parameter of ``module`` are gathered at once, so the context needs the memory of all of
+    ``module``'s parameters. To get only a state dict, call ``sw.full_state_dict``, which gathers range by range.
 
     Args:
         module: A parallelized model, or any module in it; units inside are included.
-        writeback: Keep the changes that rank 0 has made inside, on all ranks. Otherwise, and when an exception leaves
+        writeback: Keep the changes that rank 0 has made inside, on all ranks. Otherwise, and after an exception inside
             the context, changes are dropped.
-        rank0_only: Show whole parameters on rank 0 only; on other ranks they stay shards, and no forward runs inside.
-        offload_to_cpu: Show them in host memory; the device holds one group at a time.
+        rank0_only: Show full parameters on rank 0 only; on other ranks they stay shards, and no forward can run inside.
+        offload_to_cpu: Show them in host memory; the device stores one group at a time.
 
     Collective:
         One all-gather per group, nothing for ``ddp``. With ``rank0_only`` sharded parameters are gathered on rank 0 as
@@ -71,9 +71,9 @@ def full_parameters(
         ``sw.load_full_state_dict``. All ranks must enter and leave.
 
     Raises:
-        StateError: The model is under tensor, expert or pipeline parallelism, or ``module`` has an embedding whose rows
-            are spread (``ParallelPlan.row_sharded``): its modules cannot use whole parameters. Or: called inside a
-            forward or backward, on a unit gathered by hand, or inside another context that shows less; parameters were
+        StateError: The model uses tensor, expert or pipeline parallelism, or ``module`` has a row-sharded embedding
+            (``ParallelPlan.row_sharded``), so that modules cannot use full parameters; it is called inside a forward or
+            backward, on a unit gathered by hand, or inside a context that shows or keeps less; or parameters were
             replaced or trained inside.
     """
     _check_rows(module)
@@ -115,7 +115,7 @@ def full_parameters(
 
 
 def _units_in(module: nn.Module) -> list[tuple[Engine, Unit]]:
-    """The units that hold a parameter of ``module``, by engine and number."""
+    """Return the units with a parameter of ``module``, sorted by engine and number."""
     found: dict[int, tuple[Engine, Unit]] = {}
     for parameter in module.parameters():
         group = group_of(parameter)
@@ -153,7 +153,7 @@ def _check_layout(units: Sequence[tuple[Engine, Unit]]) -> None:
 
 
 def _check_entry(units: Sequence[tuple[Engine, Unit]], mode: Whole) -> list[tuple[Engine, Unit]]:
-    """The units that are not whole yet."""
+    """Return the units that no outer context shows; refuses an outer context that shows or keeps less."""
     for engine, unit in units:
         engine.require_idle("sw.full_parameters()")
         outer = unit.whole
@@ -175,7 +175,7 @@ def _check_entry(units: Sequence[tuple[Engine, Unit]], mode: Whole) -> list[tupl
 
 
 def _show(engine: Engine, groups: Sequence[Group], mode: Whole, *, offload_to_cpu: bool) -> Iterator[_Shown]:
-    """Gather groups and show them, one after the other, or with ``rank0_only`` all of them on rank 0."""
+    """Gather groups and show them, one by one; with ``rank0_only`` gather all of them on rank 0."""
     is_root = engine.comms.world.rank == 0
     apart: list[Group] = []
     if mode.is_on_root_only:
@@ -198,10 +198,14 @@ def _show(engine: Engine, groups: Sequence[Group], mode: Whole, *, offload_to_cp
 
 
 def gathered(group: Group) -> Tensor:
-    """The whole group in its master's dtype, on every rank."""
+    """Return the full group in its master's dtype, on every rank.
+
+    Collective:
+        All-gather on ``dp_shard``; nothing if the optimizer is replicated. All ranks must call.
+    """
     comm, standing = group.comms.gather, group.resident_buffer
     if standing is not None and not group.facts.is_apart:
-        # With rank0_only as well: a gather to one rank would leave the replicas of the others behind.
+        # Also with rank0_only, because a gather to one rank would leave the other ranks' replicas out of date.
         if group.row.shards_optimizer:
             comm.all_gather(standing, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
         return standing
@@ -214,7 +218,7 @@ def gathered(group: Group) -> Tensor:
 
 
 def _views(group: Group, whole: Tensor) -> dict[str, Tensor]:
-    """The parameters in the whole group, by name."""
+    """Return views of the parameters in the full group, by name."""
     return {
         spec.name: whole.as_strided(spec.shape, spec.strides, whole.storage_offset() + offset)
         for spec, offset in zip(group.layout.params, group.layout.offsets, strict=True)
@@ -222,7 +226,7 @@ def _views(group: Group, whole: Tensor) -> dict[str, Tensor]:
 
 
 def _close(units: Sequence[tuple[Engine, Unit]], shown: Sequence[_Shown], *, keeps: bool) -> None:
-    """Put the shards back. Replicas keep what the parameters hold with ``keeps``."""
+    """Put the shards back. With ``keeps``, replicas keep the changes that were made inside."""
     for each in shown:
         each.close(keeps=keeps)
     for _, unit in units:
@@ -233,7 +237,7 @@ def _close(units: Sequence[tuple[Engine, Unit]], shown: Sequence[_Shown], *, kee
 
 
 class _ShownForm(Around):
-    """The form of a group while it is shown: its unit computes with the current values of what is shown."""
+    """The form of a group while it is shown: its unit computes with the present values of the shown parameters."""
 
     is_shown = True
 
@@ -243,7 +247,7 @@ class _ShownForm(Around):
         self._mode = mode
 
     def gather(self, group: Group) -> Handle:
-        """Copy what is shown into the gathered buffer."""
+        """Copy the shown parameters into the gathered buffer."""
         self._mode.has_computed = True
         if self._whole.data_ptr() != group.gathered.data_ptr():
             group.gathered.copy_(self._whole)
@@ -251,7 +255,7 @@ class _ShownForm(Around):
 
 
 class _RefusesTraining(Observer):
-    """Refuses to train while parameters are shown; a forward may compute where every rank can."""
+    """Refuses training while parameters are shown; forwards without grad are allowed if every rank shows them."""
 
     def __init__(self, mode: Whole) -> None:
         self._mode = mode
@@ -279,11 +283,11 @@ def _refuse_training(engines: Sequence[Engine], mode: Whole) -> Iterator[None]:
 
 
 class _Shown:
-    """One group, shown whole until :meth:`close`; nothing is shown where ``whole`` is ``None``."""
+    """One group whose full parameters are shown until :meth:`close`; if ``whole`` is ``None``, nothing is shown."""
 
     def __init__(self, group: Group, whole: Tensor | None, mode: Whole, *, offload_to_cpu: bool) -> None:
         self.group = group
-        self.views: dict[str, Tensor] = {}  # the whole parameters, by name
+        self.views: dict[str, Tensor] = {}  # the full parameters, by name
         self._grads: list[Tensor | None] = []
         self._saved: Tensor | None = None
         unit = group.unit
@@ -306,7 +310,7 @@ class _Shown:
             shard.data = view
 
     def problems(self) -> list[str]:
-        """Changes made inside that cannot be kept. Values set by ``p.data = ...`` can."""
+        """Describe changes made inside that cannot be kept. Values set by ``p.data = ...`` can be kept."""
         found = []
         held = {id(p) for owner in self.group.unit.owners for p in owner.parameters.values() if p is not None}
         for shard, (name, view) in zip(self.group.shards, self.views.items(), strict=False):
@@ -322,7 +326,7 @@ class _Shown:
 
     @torch.no_grad()
     def close(self, *, keeps: bool) -> None:
-        """Point the parameters at their shards again; the whole group stays as it was left in :attr:`views`."""
+        """Point the parameters at their shards again; :attr:`views` keep the full parameters, with changes."""
         group = self.group
         for shard, view in zip(group.shards, self.views.values(), strict=False):
             if shard.data_ptr() != view.data_ptr() and shard.shape == view.shape:

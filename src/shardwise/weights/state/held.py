@@ -1,8 +1,8 @@
-"""The ranges that a rank holds of a model's tensors: of groups, buffers and ignored parameters.
+"""The ranges of a model's tensors that a rank stores: of groups, buffers and ignored parameters.
 
-An ignored parameter that differs between ranks is each rank's own: checkpoints store it as ``rank-00003/<name>``, with
-its optimizer state, and it loads on the same rank of as many ranks. One that all ranks hold alike is stored once. One
-of which the ranks hold slices (``spec.slice``) is stored as the logical tensor, and loads wherever they make the whole.
+If an ignored parameter differs between ranks, checkpoints store each rank's values as ``rank-00003/<name>``, with
+optimizer state, and these load on the same rank of as many ranks. If it is equal on all ranks, it is stored once. If
+the ranks have slices of it (``spec.slice``), it is stored as the logical tensor, and loads with any complete slicing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.spec.layout import Piece
 from shardwise.spec.slice import Slice, simplest, slice_of
 from shardwise.weights.state.extents import Holding, Pairs
 
-#: Begins the names of buffers in checkpoints.
+#: Prefix of the names of buffers in checkpoints.
 BUFFER = "buffer/"
 
 
@@ -36,7 +36,7 @@ BUFFER = "buffer/"
 
 
 def of_group(group: Group, pieces: Iterable[Piece] | None = None) -> Holding:
-    """The ranges that a rank holds of a group's parameters, or those of ``pieces`` only."""
+    """Return this rank's ranges of a group's parameters, or only those of ``pieces``."""
     chosen = tuple(group.held if pieces is None else pieces)
     specs, dtype = group.layout.params, dtype_name(group.dtype)
     copies = group.comms.replicate if group.row.shards_optimizer else group.comms.control
@@ -50,7 +50,7 @@ def of_group(group: Group, pieces: Iterable[Piece] | None = None) -> Holding:
 
 
 def part_of(group: Group, piece: Piece, flat: Tensor) -> Tensor:
-    """The elements of ``piece`` in a flat tensor that is laid out as the group's master is."""
+    """Return the elements of ``piece`` in ``flat``, a tensor with the layout of the group's master."""
     start = piece.offset
     if not group.row.shards_optimizer:
         start = group.layout.offsets[piece.index] + piece.start
@@ -58,7 +58,7 @@ def part_of(group: Group, piece: Piece, flat: Tensor) -> Tensor:
 
 
 def pairs_of(group: Group, pieces: Iterable[Piece], flat: Tensor, prefix: str = "") -> Pairs:
-    """The ranges of ``pieces`` with their elements in ``flat``, under names that begin with ``prefix``."""
+    """Return the ranges of ``pieces`` with their elements in ``flat``; names get the prefix ``prefix``."""
     found = []
     for piece in pieces:
         spec = group.layout.params[piece.index]
@@ -68,14 +68,14 @@ def pairs_of(group: Group, pieces: Iterable[Piece], flat: Tensor, prefix: str = 
 
 
 def owned_pieces(engine: Engine, group: Group) -> list[Piece]:
-    """The pieces that this rank writes to a checkpoint: over all ranks every element once, shared out evenly."""
+    """Return the pieces that this rank writes to a checkpoint: over all ranks every element once, evenly divided."""
     if group.comms.replica:
         return []
     return [piece for piece in group.layout.owned_by_param(group.rank) if _is_owned(engine, group, piece)]
 
 
 def gathered_pieces(engine: Engine, group: Group) -> list[Piece]:
-    """The pieces that this rank sends in a gather: every element once, from rank 0 itself where it holds the whole."""
+    """Return the pieces that this rank sends in a gather: every element once; none if rank 0 has all of them."""
     if group.row.shards_optimizer:
         return owned_pieces(engine, group)
     pieces = group.layout.whole if group.comms.control.rank == 0 else ()
@@ -89,17 +89,20 @@ def _is_owned(engine: Engine, group: Group, piece: Piece) -> bool:
 
 
 def in_order(engine: Engine) -> list[Group]:
-    """Every group, experts last: the order in which groups are moved."""
+    """Return every group, experts last, in the order in which groups are gathered and scattered."""
     return sorted(engine.groups, key=lambda group: group.comms is not engine.comms)
 
 
-# -- tensors that the engine leaves as they are
+# -- buffers and ignored parameters
 
 
 def of_tensor(
     name: str, tensor: Tensor, *, copies: Comm | None, part: Slice | None = None, flat: Tensor | None = None
 ) -> Holding:
-    """A buffer or ignored parameter, or the slice ``part`` of one; ``flat`` is its memory if not its own."""
+    """Make the holding of a buffer or ignored parameter, or of the slice ``part`` of one.
+
+    ``flat`` is memory to use in place of the tensor's, if given.
+    """
     held = tensor.detach()
     flat = held.contiguous().view(-1) if flat is None else flat
 
@@ -111,18 +114,18 @@ def of_tensor(
 
 
 def extent_of(name: str, flat: Tensor, shape: Sequence[int], part: Slice | None) -> Extent:
-    """The range of a tensor that ``flat`` holds: all of one of ``shape``, or ``part``."""
+    """Return the extent of the elements in ``flat``: the full tensor of ``shape``, or the slice ``part``."""
     whole, cuts = (tuple(shape), ()) if part is None else (part.shape, simplest(part.shape, part.cuts))
     return Extent(name, whole, dtype_name(flat.dtype), 0, flat.numel(), cuts=cuts)
 
 
 def sliced_parameters(engine: Engine) -> dict[str, nn.Parameter]:
-    """The ignored parameters of which each rank holds a slice, by name."""
+    """The ignored parameters of which each rank has a slice, by name."""
     return {name: p for name, p in ignored_of(engine).parameters.items() if slice_of(p) is not None}
 
 
 def of_sliced(engine: Engine, is_chosen: Callable[[nn.Parameter, Slice], bool] | None = None) -> list[Holding]:
-    """The slices that this rank holds of ignored parameters."""
+    """Return the holdings of this rank's slices of ignored parameters; ``is_chosen`` may select some."""
     return [
         of_tensor(name, parameter, copies=None, part=part)
         for name, parameter in ignored_of(engine).parameters.items()
@@ -131,7 +134,7 @@ def of_sliced(engine: Engine, is_chosen: Callable[[nn.Parameter, Slice], bool] |
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state dict holds, by name, each once."""
+    """The buffers in a model's state dict, by name, each once."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -144,19 +147,19 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_first_of_stage(engine: Engine) -> bool:
-    """Whether this rank gives the buffers and names of its pipeline stage, which all its ranks have alike."""
+    """Whether this rank is the first of its pipeline stage, which sends buffers and names for the stage."""
     return engine.comms.control.rank == 0 and (engine.comms.tp is None or engine.comms.tp.rank == 0)
 
 
-#: The name under which a checkpoint holds each ignored parameter.
+#: The name under which a checkpoint stores each ignored parameter.
 Names = Mapping[nn.Parameter, str]
 
 
 def written_names(ignored: Ignored, optimizers: Sequence[torch.optim.Optimizer], comms: Comms) -> Names:
-    """The ignored parameters that this rank writes, with the names under which it does.
+    """Return the ignored parameters that this rank writes, with their names in the checkpoint.
 
     Collective:
-        Where there are ignored parameters, or stages that may have some, an all-gather of a hash of each.
+        If there are ignored parameters, or pipeline stages that may have some, an all-gather of a hash of each.
     """
     if not ignored.parameters and comms.pp is None:
         return {}
@@ -176,7 +179,7 @@ def written_names(ignored: Ignored, optimizers: Sequence[torch.optim.Optimizer],
 
 
 def _digest(parameter: nn.Parameter, state: Mapping[str, Any]) -> str:
-    """A text that is equal on two ranks where they hold the same values and optimizer state."""
+    """Return a text that is equal on ranks with the same values and optimizer state."""
     tensors = [value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
     numbers = {
         key: value.item() if isinstance(value, Tensor) else value
@@ -187,7 +190,12 @@ def _digest(parameter: nn.Parameter, state: Mapping[str, Any]) -> str:
 
 
 def stored_names(ignored: Ignored, comms: Comms, holders: Mapping[str, int], stored: Collection[str]) -> Names:
-    """The ignored parameters, with the names under which a checkpoint holds this rank's values."""
+    """Return the ignored parameters, with the names of this rank's values in a checkpoint.
+
+    Raises:
+        CheckpointError: Values of each rank were saved by another number of ranks.
+        StateError: A parameter is not contiguous.
+    """
     found: dict[nn.Parameter, str] = {}
     for name, parameter in ignored.parameters.items():
         if not parameter.is_contiguous():
@@ -204,7 +212,7 @@ def stored_names(ignored: Ignored, comms: Comms, holders: Mapping[str, int], sto
 
 
 def ignored_extents(names: Names) -> Pairs:
-    """The ranges of ignored parameters that lie on this rank, flat views of live memory where that is contiguous."""
+    """Return this rank's ranges of ignored parameters, as flat views of live memory if that is contiguous."""
     found = []
     for parameter, name in names.items():
         flat = parameter.detach().contiguous().view(-1)
@@ -213,10 +221,10 @@ def ignored_extents(names: Names) -> Pairs:
 
 
 def count_holders(ignored: Ignored, comms: Comms) -> dict[str, int]:
-    """The number of ranks that hold each ignored parameter of this rank.
+    """Return the number of ranks that have each ignored parameter of this rank.
 
     Collective:
-        With ``pp``, an all-gather of their names; without, all ranks hold the same.
+        With ``pp``, an all-gather of their names; otherwise none, because all ranks have the same parameters.
     """
     if comms.pp is None:
         return dict.fromkeys(ignored.parameters, comms.world.size)

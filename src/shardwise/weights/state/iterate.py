@@ -1,4 +1,4 @@
-"""Whole parameters, unit by unit: what exports and the transfer of weights to an inference engine stand on."""
+"""Iteration over full parameters, unit by unit: for exports and for sending weights to an inference engine."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from shardwise.weights.state.held import gathered_pieces, in_order, is_first_of_
 
 
 def iterate_full_parameters(model: nn.Module, dtype: torch.dtype | str | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter whole, one unit after another, on every rank.
+    """Yield every parameter in full, one unit after another, on every rank.
 
-    Whatever the mesh (shards, slices, pipeline stages), names and shapes are those of the plain model. So weights go to
-    an inference engine, or into a file of another format::
+    On every mesh (shards, slices, pipeline stages), names and shapes are those of the plain model. Use it to send
+    weights to an inference engine, or to write another file format::
 
         for name, tensor in sw.iterate_full_parameters(model, dtype="bf16"):
             inference_engine.load_weight(name, tensor)
@@ -42,17 +42,17 @@ def iterate_full_parameters(model: nn.Module, dtype: torch.dtype | str | None = 
         dtype: Floating-point parameters are cast to it before they are sent; by default they keep the masters' dtype.
 
     Yields:
-        Name and whole tensor, in the order of the units; of tied names only the first. The tensor has memory of its
-        own, on the device with which the ranks communicate.
+        Name and full tensor, in the order of the units; of tied names only the first. The tensor has separate memory,
+        on the device with which the ranks communicate.
 
     Collective:
         First a gather of JSON (about 100 bytes for each range of a parameter that a rank owns) and a broadcast of the
         names. Then for each unit one message to rank 0 for each range that another rank owns, and a broadcast of each
-        parameter, cast. A rank holds one unit whole, besides what the caller keeps. All ranks must take the whole
-        iteration, and change no parameter meanwhile.
+        parameter, cast. Rank 0 stores one full unit, other ranks one parameter, in addition to those that the caller
+        keeps. All ranks must iterate to the end, and change no parameter meanwhile.
 
     Raises:
-        StateError: The ranks do not hold whole tensors, or parameters have no values yet; on every rank alike.
+        StateError: The ranks do not store full tensors, or parameters have no values yet; on every rank.
     """
     engine = engine_of(model, "sw.iterate_full_parameters")
     engine.need_values("sw.iterate_full_parameters()")
@@ -68,24 +68,24 @@ def iterate_full_parameters(model: nn.Module, dtype: torch.dtype | str | None = 
                 value = empty(extent, world.device, wanted)
             world.broadcast(as_bytes(memory_order(value)), root=0, unit=f"whole {extent.name}").wait()
             yield extent.name, value
-            del value  # not beside the next
+            del value  # frees it before the next one is allocated
 
 
 class Units:
-    """The parameters of a model, and the buffers that are saved, unit by unit.
+    """The parameters of a model, and its saved buffers, unit by unit.
 
     Attributes:
-        extents: The whole extents of each unit's tensors, on every rank alike.
+        extents: The full extents of each unit's tensors, the same on every rank.
 
     Args:
-        engine: The model's.
-        buffers: Of this rank, by name; over all ranks each once.
+        engine: Engine of the model.
+        buffers: The buffers that this rank contributes, by name; each buffer on exactly one rank.
 
     Collective:
         A gather of JSON (about 100 bytes for each range) and a broadcast of the names. All ranks must make one.
 
     Raises:
-        StateError: The ranks do not hold whole tensors; on every rank alike.
+        StateError: The ranks do not store full tensors; on every rank.
     """
 
     def __init__(self, engine: Engine, buffers: Mapping[str, Tensor] | None = None) -> None:
@@ -98,7 +98,7 @@ class Units:
         self.extents: list[list[Extent]] = [[unpacked(extent) for extent in extents] for _, extents in units]
 
     def gathered(self) -> Iterator[dict[str, Tensor]]:
-        """The values of one unit after another by name, on rank 0 on the CPU; ``{}`` elsewhere.
+        """Yield the full tensors of each unit by name, on the CPU of rank 0; ``{}`` on other ranks.
 
         Collective:
             A message to rank 0 for each range that another rank owns. All ranks must iterate to the end.
@@ -110,7 +110,7 @@ class Units:
 
 
 def _owned(engine: Engine) -> list[Holding]:
-    """The elements that this rank sends: over all ranks every element of every parameter once."""
+    """Return the elements that this rank sends: over all ranks, every element of every parameter once."""
     found = [of_group(group, gathered_pieces(engine, group)) for group in in_order(engine)]
     found += of_sliced(engine, lambda _, part: part.is_counted)
     if is_first_of_stage(engine):
@@ -120,7 +120,7 @@ def _owned(engine: Engine) -> list[Holding]:
 
 
 def _units(reports: list[Report]) -> list[tuple[str, list[object]]]:
-    """The units in order, each with the whole extents of its tensors."""
+    """Return the units in order, each with the full extents of its tensors."""
     refuse_gaps(reports)
     found: dict[str, dict[str, list[object]]] = {}
     for report in reports:

@@ -1,4 +1,4 @@
-"""One module's parameters follow another's: teachers of self-distillation, target networks."""
+"""Moving one module's parameters towards another's: teachers in self-distillation, target networks."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def lerp_parameters(target: nn.Module, source: nn.Module, weight: float) -> None
             optimizer.zero_grad()
             sw.lerp_parameters(model.teacher, model.student, 1 - 0.996)
 
-    The values are those of ``lerp_`` on plain parameters, to the last bit. Buffers are left alone. Call this function
-    after backward, as an optimizer's step: a backward of an earlier forward through ``target``'s unit is refused. To
+    The values equal bitwise those of ``lerp_`` on plain parameters. Buffers are left alone. Call this function after
+    backward, like an optimizer's step: a backward of an earlier forward through ``target``'s unit is refused. To
     evaluate an average of the model itself, use :class:`sw.ExponentialMovingAverage`, which needs no second model.
 
     Args:
         target: A parallelized model, a module in one, or a plain module.
-        source: The same. Parameters may be divided differently, by another plan.
-        weight: From 0 (nothing changes) to 1 (copies).
+        source: A module with the same parameters; it may be sharded by another plan.
+        weight: From 0 (no change) to 1 (copy).
 
     Collective:
-        Nothing is sent for parameters of which every rank has the same part in both, as under ``zero3`` where the
-        groups of both are alike. Of others an all-gather of each group of ``source`` on ``dp_shard``, in its master's
-        dtype, as before a forward; one whole group is held at a time. All ranks must call.
+        Nothing is sent for parameters of which every rank has the same part in both modules, as under ``zero3`` if the
+        groups of both are alike. For other parameters an all-gather of each group of ``source`` on ``dp_shard``, in its
+        master's dtype, as before a forward; one full group is stored at a time. All ranks must call.
 
     Raises:
         StateError: Names, shapes or slices differ, ``weight`` is out of range, a parameter is quantized or not of
@@ -76,7 +76,7 @@ def lerp_parameters(target: nn.Module, source: nn.Module, weight: float) -> None
             if group is None:
                 other = other[piece.start : piece.stop]
             held.lerp_(other.to(held), weight)
-        del flat  # not beside the next
+        del flat  # frees it before the next group is gathered
     for group, changed in values.items():
         group.set_values(changed)
     for engine in engines:
@@ -86,7 +86,7 @@ def lerp_parameters(target: nn.Module, source: nn.Module, weight: float) -> None
 
 
 class _Side(NamedTuple):
-    """A parameter of one of the two modules; ``group`` is ``None`` for one that no engine moves."""
+    """A parameter of one of the two modules; ``group`` is ``None`` if it is not sharded by an engine."""
 
     name: str
     parameter: nn.Parameter
@@ -95,24 +95,24 @@ class _Side(NamedTuple):
 
     @property
     def engine(self) -> Engine | None:
-        """The engine that moves it."""
+        """The engine that shards it, or ``None``."""
         return None if self.group is None else engine_around(self.group.unit)
 
     @property
     def shard(self) -> nn.Parameter:
-        """The Parameter between steps."""
+        """The Parameter object between steps."""
         return self.parameter if self.group is None else self.group.shards[self.index]
 
     @property
     def form(self) -> tuple[list[int], tuple[int, ...], tuple[Cut, ...]]:
-        """Shape and strides of the parameter, or of this rank's slice where the model itself is cut, and the cuts."""
+        """Shape and strides of the parameter (under tp, of this rank's slice), and the cuts of the slice."""
         if self.group is None:
             return list(self.parameter.shape), self.parameter.stride(), _cuts(slice_of(self.parameter))
         spec = self.group.layout.params[self.index]
         return list(spec.shape), tuple(spec.strides), _cuts(spec.slice)
 
     def elements(self, flat: Tensor | None) -> tuple[Tensor, Piece]:
-        """This rank's elements, of which ``flat`` holds those of the group, and their range in the parameter."""
+        """Return this rank's elements, out of the group's values ``flat``, and their range in the parameter."""
         if self.group is None or flat is None:
             return memory_order(self.parameter.detach()), Piece(0, 0, self.parameter.numel(), 0)
         piece = self.group.held[self.index]
@@ -129,7 +129,7 @@ def _side(name: str, parameter: nn.Parameter) -> _Side:
 
 
 def _pairs(target: nn.Module, source: nn.Module) -> list[tuple[_Side, _Side]]:
-    """The parameters of both modules by name; refuses those that do not fit."""
+    """Return the pairs of parameters with equal names; refuses those that do not fit."""
     ours, theirs = dict(target.named_parameters()), dict(source.named_parameters())
     if only := sorted(ours.keys() ^ theirs.keys()):
         where = "target" if only[0] in ours else "source"
@@ -139,7 +139,7 @@ def _pairs(target: nn.Module, source: nn.Module) -> list[tuple[_Side, _Side]]:
         )
     pairs = [(_side(name, ours[name]), _side(name, theirs[name])) for name in ours]
     for into, by in pairs:
-        are_plain = into.group is None and by.group is None  # whose strides do not matter
+        are_plain = into.group is None and by.group is None  # strides may then differ
         if into.form[0] != by.form[0] or into.form[2] != by.form[2] or (into.form[1] != by.form[1] and not are_plain):
             shapes = " and ".join(
                 f"shape {shape} with strides {list(strides)}{f', cut {cuts}' if cuts else ''}"
@@ -163,7 +163,7 @@ def _pairs(target: nn.Module, source: nn.Module) -> list[tuple[_Side, _Side]]:
 
 
 def _engines_of(pairs: Sequence[tuple[_Side, _Side]]) -> list[Engine]:
-    """The engines of both modules, which must be between steps."""
+    """Return the engines of both modules; refuses pipelines, and engines that are not between steps."""
     engines = list({engine: None for pair in pairs for side in pair if (engine := side.engine) is not None})
     for engine in engines:
         if engine.comms.pp is not None:
@@ -177,7 +177,7 @@ def _engines_of(pairs: Sequence[tuple[_Side, _Side]]) -> list[Engine]:
 
 
 def _is_aligned(into: _Side, by: _Side) -> bool:
-    """Whether every rank has the same range of both parameters. The same answer on every rank."""
+    """Whether every rank has the same range of both parameters. The result is the same on every rank."""
     if into.group is None or by.group is None:
         return into.group is by.group
     here, there = into.group, by.group
@@ -187,7 +187,7 @@ def _is_aligned(into: _Side, by: _Side) -> bool:
 
 
 def _mesh_of(side: _Side) -> tuple[object, ...]:
-    """The sizes of the axes and the axis along which a parameter is divided: from them follow the ranks of a gather."""
+    """Return the axis along which a parameter is sharded, and sizes of axes: these determine the ranks of a gather."""
     assert side.group is not None
     engine, gather = side.engine, side.group.comms.gather
     assert engine is not None

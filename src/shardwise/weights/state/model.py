@@ -1,8 +1,8 @@
 """A parallelized model's weights: as the plain model's state dict on rank 0, and as the ranges of checkpoints.
 
-A module's ``state_dict`` may be its own work: hooks that rename, extra state. So every pipeline stage lets torch walk
-its own modules, and later stages send rank 0 a list of their entries: names of gathered tensors, and other values as
-JSON.
+A module may customize its ``state_dict`` with hooks that rename, and extra state. So every pipeline stage runs torch's
+``state_dict()`` on its modules, and later stages send rank 0 a list of their entries: names of gathered tensors, and
+other values as JSON.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ from shardwise.weights.state.held import (
     sliced_parameters,
 )
 
-#: Ends the keys of extra state in state dicts.
+#: Suffix of the keys of extra state in state dicts.
 EXTRA_STATE = "_extra_state"
-#: Begins the names under which later pipeline stages send tensors that are no parameters.
+#: Prefix of the names under which later pipeline stages send tensors that are not parameters.
 _STAGE = "stage/"
 
-# -- whole state dicts
+# -- full state dicts
 
 
 def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
     """Return the plain model's ``state_dict()``: its keys, shapes and dtypes, tied names and buffers, on the CPU.
 
-    Shards, slices and pipeline stages are put together: the result is that of the whole model, whatever the mesh.
+    Shards, slices and pipeline stages are joined: the result is that of the full model on every mesh.
 
     Args:
         model: A parallelized model.
         trainable_only: Leave out parameters that require no gradient (as torch's ``ignore_frozen_params`` does), such
-            as the base below adapters; frozen parameters are not gathered.
+            as the base model of adapters; frozen parameters are not gathered.
 
     Returns:
-        The state dict on rank 0 of the world, ``{}`` elsewhere.
+        The state dict on rank 0 of the world, ``{}`` on other ranks.
 
     Collective:
         A gather of JSON (about 100 bytes for each range of a parameter that a rank owns) and a broadcast of a verdict,
         then one message to rank 0 for each range: every element is sent once. Nothing is sent for parameters that rank
-        0 holds whole. Besides the result, rank 0 holds one range at a time. All ranks must call.
+        0 stores in full. In addition to the result, rank 0 stores one range at a time. All ranks must call.
 
     Raises:
-        StateError: Modules of a later stage have extra state that JSON does not hold, or the ranks do not hold whole
-            tensors; on every rank alike.
+        StateError: Modules of a later stage have extra state that JSON cannot represent, or the ranks do not store full
+            tensors; on every rank.
     """
     engine = engine_of(model, "sw.full_state_dict")
     engine.need_values("sw.full_state_dict()")
@@ -128,10 +128,10 @@ def _refuse_partial(reports: list[Report]) -> None:
 
 
 def _stage_entries(model: nn.Module, engine: Engine) -> tuple[list[list[Any]], dict[str, Tensor]]:
-    """The entries of the state dict of a later pipeline stage, of others none; and the tensors that are no parameters.
+    """Return the state dict entries of a later pipeline stage, and its tensors that are not parameters; else nothing.
 
-    An entry is ``[key, "tensor", name]``, ``[key, "value", value]``, or ``[key, "opaque", type]`` where JSON does not
-    hold the value.
+    An entry is ``[key, "tensor", name]``, ``[key, "value", value]``, or ``[key, "opaque", type]`` if JSON cannot
+    represent the value.
     """
     entries: list[list[Any]] = []
     tensors: dict[str, Tensor] = {}
@@ -156,23 +156,23 @@ def _stage_entries(model: nn.Module, engine: Engine) -> tuple[list[list[Any]], d
 
 
 def _left_out(engine: Engine, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stand-ins on meta for parameters that were not gathered."""
+    """Make stand-ins on meta for parameters that were not gathered."""
     specs = [spec for group in engine.groups for spec in group.layout.params if spec.name not in whole]
     return {spec.name: torch.empty(spec.logical_shape, dtype=torch_dtype(spec.dtype), device="meta") for spec in specs}
 
 
 def _taken(tensor: Tensor, gathered: set[int]) -> Tensor:
-    """``tensor`` on the CPU, in memory that the model does not use."""
+    """Return ``tensor`` on the CPU, in memory that the model does not use."""
     is_live = tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() not in gathered
     return tensor.clone() if is_live else tensor.cpu()
 
 
 @contextlib.contextmanager
 def _whole_tensors_in(engine: Engine, whole: Mapping[str, Tensor]) -> Iterator[dict[int, str]]:
-    """Show whole parameters in the modules, so that torch's own ``state_dict`` walks them, hooks and all.
+    """Put full parameters into the modules, so that torch's ``state_dict()``, with its hooks, returns them.
 
     Yields:
-        The name of each parameter that is shown, by its ``id``.
+        The name of each of these parameters, by its ``id``.
     """
     shown: dict[int, nn.Parameter] = {}
     names: dict[int, str] = {}
@@ -195,7 +195,7 @@ def _whole_tensors_in(engine: Engine, whole: Mapping[str, Tensor]) -> Iterator[d
 
 
 def _in_module_order(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries in the order of the modules that they belong to, as the plain model's ``state_dict()`` has them."""
+    """Sort the entries in the order of their modules, as in the plain model's ``state_dict()``."""
     places = {path: place for place, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
 
     def known(key: str) -> str:
@@ -204,7 +204,7 @@ def _in_module_order(model: nn.Module, state: Mapping[str, Any]) -> dict[str, An
             path = path.rpartition(".")[0]
         return path
 
-    # Of these rank 0 has no more than what is tied to its own: the order of the stage that has all of it counts.
+    # Of these modules rank 0 has only tied parameters, so their entries keep the order of the stage that has all.
     partial = {known(key) for key in state if known(key) != key.rpartition(".")[0]} - {""}
 
     def place(key: str) -> int:
@@ -216,7 +216,7 @@ def _in_module_order(model: nn.Module, state: Mapping[str, Any]) -> dict[str, An
 
 
 def _beside_siblings(state: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` and ``more``, each new entry after those with which it shares most of its path."""
+    """Merge ``state`` and ``more``, each new entry after those with which it shares most of its path."""
     tree: dict[str, Any] = {}
     for key in (*state, *more):
         node = tree
@@ -234,7 +234,7 @@ def _beside_siblings(state: Mapping[str, Any], more: Mapping[str, Any]) -> dict[
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a value comes back from JSON as it was."""
+    """Whether a value is unchanged after a round trip through JSON."""
     try:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError, RuntimeError):
@@ -242,7 +242,7 @@ def _is_json(value: Any) -> bool:
 
 
 class Keys(NamedTuple):
-    """The names that a state dict and a model do not share, as torch's ``load_state_dict`` returns them."""
+    """Names that only the model or only the state dict has, as torch's ``load_state_dict`` returns them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -253,22 +253,22 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
 
     Args:
         model: A parallelized model.
-        state: On rank 0 of the world the logical tensors by name; ignored on the other ranks.
-        strict: Refuse missing and unexpected names.
+        state: On rank 0 of the world the full tensors by name; not read on other ranks.
+        strict: Whether to refuse missing and unexpected names.
 
     Returns:
-        On every rank ``(missing_keys, unexpected_keys)``, as of ``nn.Module.load_state_dict``, tied parameters by their
-        first names; both empty if strict.
+        On every rank ``(missing_keys, unexpected_keys)``, as ``nn.Module.load_state_dict``, tied parameters by their
+        first names; both are empty if strict.
 
     Collective:
         A gather of JSON (about 100 bytes for each range of a tensor on each rank), a broadcast of a verdict with the
         names and the modules' extra state, then one message from rank 0 for each range and a broadcast to the ranks
-        that hold copies (replicas, and all data-parallel ranks where parameters are not sharded). Besides ``state``,
-        rank 0 holds one range at a time. All ranks must call.
+        with copies (replicas, and all data-parallel ranks if parameters are not sharded). In addition to ``state``,
+        rank 0 stores one range at a time. All ranks must call.
 
     Raises:
-        StateError: Names are missing or unexpected, shapes differ, or extra state is none that JSON holds; on all
-            ranks, and nothing is loaded.
+        StateError: Names are missing or unexpected, shapes differ, or JSON cannot represent extra state. It is raised
+            on all ranks, and nothing is loaded.
     """
     engine = engine_of(model, "sw.load_full_state_dict")
     engine.follow_shards()
@@ -294,13 +294,13 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
 
 
 def _names(model: nn.Module) -> list[str]:
-    """Every name under which the modules know a parameter or buffer."""
+    """Return every name of a parameter or buffer in the modules, also of tied ones."""
     parameters, buffers = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     return [name for name, _ in (*parameters, *buffers)]
 
 
 def _by_first_name(reports: Sequence[Report], state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a state dict; those that go by another name of a tied parameter under its first one as well."""
+    """Return the entries of a state dict; entries under another name of a tied parameter also under its first name."""
     found = dict(state) if reports else {}
     for report in reports:
         for name, aliases in report.more[0].items():
@@ -311,10 +311,10 @@ def _by_first_name(reports: Sequence[Report], state: Mapping[str, Any]) -> dict[
 
 
 def _fitting(reports: list[Report], state: Mapping[str, Any], *, strict: bool) -> list[Any]:
-    """Names and extra state of a state dict that fits the model, and names that only one of them has.
+    """Return names and extra state of a state dict that fits the model, and the missing and unexpected names.
 
     Raises:
-        StateError: It does not fit.
+        StateError: The state dict does not fit.
     """
     expected = {extent.name: extent.shape for report in reports for extent in report.extents}
     known = {*expected, *(name for report in reports for name in report.more[1])}
@@ -356,7 +356,7 @@ def _fitting(reports: list[Report], state: Mapping[str, Any], *, strict: bool) -
 
 
 def _without_prefix(known: Container[str], state: Mapping[str, Any]) -> str:
-    """Advice where names begin with what the model's do not, such as ``module.`` of torch's DDP; else empty."""
+    """Return advice if names have a prefix that the model's lack, such as ``module.`` of torch's DDP; else ``""``."""
     first = next(iter(state), "")
     prefixes = [first[: i + 1] for i, letter in enumerate(first) if letter == "."]
     prefix = next((each for each in prefixes if first.removeprefix(each) in known), None)
@@ -366,7 +366,7 @@ def _without_prefix(known: Container[str], state: Mapping[str, Any]) -> str:
 
 
 def load_extra_state(model: nn.Module, state: Mapping[str, Any], *, is_stage: bool) -> None:
-    """Set the extra state of every module that ``state`` has some for."""
+    """Set the extra state of every module for which ``state`` has an entry."""
     for path, module in model.named_modules():
         key = f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE
         is_stand_in = is_stage and type(module).set_extra_state is nn.Module.set_extra_state
@@ -375,28 +375,28 @@ def load_extra_state(model: nn.Module, state: Mapping[str, Any], *, is_stage: bo
 
 
 class Unfilled:
-    """The tensors of a parallelized model that have no values yet."""
+    """The tensors of a parallelized model that are not initialized yet; refuses calls that need their values."""
 
     def __init__(self, reason: str, names: Collection[frozenset[str]]) -> None:
         self._reason, self._names = reason, names
 
     def fill(self, names: Iterable[str]) -> None:
-        """Tensors with these names have been loaded."""
+        """Record that tensors with these names have been loaded."""
         loaded = set(names)
         self._names = {each for each in self._names if not each & loaded}
 
     def attach(self, engine: Engine) -> None:
-        """Refuse, before anything else, what needs values."""
+        """Attach to ``engine`` as the first guard."""
         engine.extras.add(self)
         engine.extras.guards.insert(0, self.refuse)
 
     def detach(self, engine: Engine) -> None:
-        """All values have been loaded."""
+        """Detach from ``engine``, because all values have been loaded."""
         engine.extras.remove(self)
         engine.extras.guards.remove(self.refuse)
 
     def refuse(self, engine: Engine, call: str) -> None:  # noqa: ARG002
-        """Refuse ``call``, which needs values."""
+        """Refuse ``call``, which needs values, if some tensors have none."""
         if self._names:
             first = min(name for each in self._names for name in each)
             raise StateError(
@@ -412,11 +412,11 @@ class Unfilled:
 
 
 def owned_extents(model: nn.Module) -> Pairs:
-    """The ranges that this rank writes to a checkpoint: over all ranks they cover every element exactly once.
+    """Return the ranges that this rank writes to a checkpoint: over all ranks, every element exactly once.
 
-    Parameters have their names, buffers ``buffer/<name>``. Of ranks that hold the same, the first writes; where all
-    data-parallel ranks hold a whole parameter, each writes a part. Every tensor is a flat view of live memory: copy
-    before changing the model. Quantized weights are unpacked, in fresh memory.
+    Parameters are stored under their names, buffers under ``buffer/<name>``. Of ranks with copies, the first writes; if
+    all data-parallel ranks store a full parameter, each writes a part. Every tensor is a flat view of live memory: copy
+    it before changing the model. Quantized weights are unpacked into new memory.
 
     Collective:
         With ``pp``, an all-gather of the names of buffers.
@@ -438,7 +438,7 @@ def owned_extents(model: nn.Module) -> Pairs:
 
 
 def own_buffers(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
-    """The buffers that this rank writes: of its stage's, those that no earlier stage has."""
+    """Return the buffers that this rank writes: those of its stage that no earlier stage has."""
     held, pp = persistent_buffers(model), engine.comms.pp
     if pp is not None:
         before = {name for names in all_gather_json(pp, list(held))[: pp.rank] for name in names}
@@ -447,7 +447,7 @@ def own_buffers(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
 
 
 def frozen_names(model: nn.Module) -> set[str]:
-    """The names of parameters that require no gradient, of those that the engine holds on this rank."""
+    """Return the names of this rank's parameters in the engine that require no gradient."""
     engine = engine_of(model, "sw.save")
     return {
         spec.name
@@ -458,7 +458,7 @@ def frozen_names(model: nn.Module) -> set[str]:
 
 
 def frozen_extents(model: nn.Module, pairs: Pairs) -> set[str]:
-    """The names among ``pairs`` of parameters in groups of which none is trained: what a checkpoint can leave out."""
+    """Return the names among ``pairs`` of parameters in fully frozen groups, which a checkpoint can leave out."""
     engine = engine_of(model, "sw.save")
     frozen = {spec.name for group in engine.groups if not _trains(group) for spec in group.layout.params}
     return frozen.intersection(extent.name for extent, _ in pairs)
@@ -469,9 +469,14 @@ def _trains(group: Group) -> bool:
 
 
 def held_values(model: nn.Module, stored: Mapping[str, Extent] | None = None, *, with_frozen: bool = True) -> Targets:
-    """All that this rank holds of parameters and buffers, as targets to load into; frozen parameters only if asked for.
+    """Return this rank's parameters and buffers as targets to load into.
 
-    They are the live tensors, but for quantized weights and cast buffers, which ``install`` makes from what was read.
+    They are the live tensors, except quantized weights and cast buffers, which ``Targets.install`` converts.
+
+    Args:
+        model: A parallelized model.
+        stored: The extents in the checkpoint, by name.
+        with_frozen: Whether to include fully frozen groups.
     """
     engine = engine_of(model, "sw.load")
     engine.follow_shards()
@@ -482,7 +487,7 @@ def held_values(model: nn.Module, stored: Mapping[str, Extent] | None = None, *,
     for name, buffer in persistent_buffers(model).items():
         if not buffer.is_contiguous():
             raise StateError(f"buffer {name!r} is not contiguous and cannot be loaded in place.")
-        # A checkpoint that was imported does not tell buffers from parameters.
+        # An imported checkpoint has buffers without the prefix.
         key = name if name in stored and f"{BUFFER}{name}" not in stored else f"{BUFFER}{name}"
         saved = stored.get(key)
         is_as_stored = saved is not None and saved.dtype == dtype_name(buffer.dtype)
@@ -492,10 +497,10 @@ def held_values(model: nn.Module, stored: Mapping[str, Extent] | None = None, *,
 
 
 def load_ranges(model: nn.Module, read: Callable[[Pairs], None], names: Container[str]) -> None:
-    """Replace this rank's ranges of every parameter in ``names`` by what ``read`` puts into them.
+    """Replace this rank's ranges of every parameter in ``names`` by values that ``read`` writes into them.
 
-    Group by group: a form whose values are not its master (int8 blocks) has one group of them beside it. Parameters of
-    one group are all in ``names``, or none of them is.
+    This works group by group, so that at most one group of packed weights (int8 blocks) is unpacked at a time. Either
+    all or none of the parameters of a group must be in ``names``.
     """
     engine = engine_of(model, "sw.load")
     engine.follow_shards()

@@ -1,18 +1,18 @@
 """An optimizer's state as ranges of logical tensors, for checkpoints.
 
 ================================  ==============================================  ====================================
-state of a parameter              stored as                                       loads where
+state of a parameter              stored as                                       loads if
 ================================  ==============================================  ====================================
-one value per element             a tensor of the parameter's shape               anywhere
-one per row or block, of an       one value for each row or block of the whole    no row or block is cut, by slices
-optimizer that works on those     parameter                                       neither
-another tensor, such as the       itself, by the rank that holds the parameter    the parameter lies whole on a rank
-factors of a matrix               whole
-a number                          JSON                                            anywhere
+one value per element             a tensor of the parameter's shape               always
+one per row or block, of an       one value for each row or block of the full     no shard or slice divides a row or
+optimizer that works on those     parameter                                       block
+another tensor, such as the       itself, by the rank with the full parameter     one rank has the full parameter
+factors of a matrix
+a number                          JSON                                            always
 ================================  ==============================================  ====================================
 
-A tensor subclass that wraps plain tensors (8-bit codes and their scales) is stored as those: ``<key>.<attribute>``. One
-that is neither per element nor per block is a table that all pieces share.
+A tensor subclass that wraps plain tensors (8-bit codes and their scales) is stored as these: ``<key>.<attribute>``. A
+wrapped tensor that is neither per element nor per block is a table that all pieces share.
 """
 
 from __future__ import annotations
@@ -43,60 +43,60 @@ from shardwise.spec.slice import Cut, slice_of
 from shardwise.weights.state.extents import Pairs
 from shardwise.weights.state.held import Names, owned_pieces
 
-#: Begins the names of optimizer state in checkpoints.
+#: Prefix of the names of optimizer state in checkpoints.
 _OPTIMIZER = "optimizer/"
-#: What torch's optimizers keep once per parameter, as a tensor without dimensions. Of a parameter that has none either,
-#: nothing else tells it from the state of its one element.
+#: State that torch's optimizers keep once per parameter, as a tensor without dimensions. If the parameter has no
+#: dimensions either, only the key distinguishes it from the state of its single element.
 PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def _is_elementwise(key: str, value: object, held: Tensor) -> bool:
-    """Whether optimizer state has one value for each element of the parameter that is held as ``held``."""
+    """Whether optimizer state has one value for each element of ``held``, this rank's part of a parameter."""
     return isinstance(value, Tensor) and value.shape == held.shape and (value.dim() > 0 or key not in PER_PARAMETER)
 
 
 class _Held:
-    """The shapes that state of one parameter may have, given the piece of it that a rank holds."""
+    """The piece of a parameter on this rank, and the shapes that its optimizer state may have."""
 
     def __init__(self, spec: ParamSpec, piece: Piece, view: Tensor, needed: Granularity | None) -> None:
         self.spec, self.piece, self.view = spec, piece, view
-        self._part = None  # elements of a row or block, where the optimizer works on those
+        self._part = None  # elements of a row or block, if the optimizer works on those
         if needed is not None and spec.stride is None:
             self._part = {"block": needed.numel, "row": row_numel(spec.logical_shape)}.get(needed.kind)
 
     @classmethod
     def of_group(cls, group: Group, index: int, needed: Granularity | None) -> Self:
-        """A parameter that the engine holds."""
+        """Make the piece of a parameter in a group of the engine."""
         return cls(group.layout.params[index], group.held[index], group.views[index], needed)
 
     @classmethod
     def alone(cls, parameter: nn.Parameter, name: str) -> Self:
-        """An ignored parameter, stored under ``name``."""
+        """Make the piece of an ignored parameter, stored under ``name``."""
         spec = ParamSpec(name, tuple(parameter.shape), dtype_name(parameter.dtype), slice=slice_of(parameter))
         return cls(spec, Piece(0, 0, spec.numel, 0), parameter.detach(), None)
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
-        """The slice of the logical tensor that the parameter is."""
+        """The cuts that make the parameter a slice of the logical tensor; empty for the full tensor."""
         return self.spec.extent(0, 0).cuts
 
     @property
     def is_empty(self) -> bool:
-        """Nothing of the parameter is here, but elsewhere there is."""
+        """Whether this rank has no element of a parameter that has some."""
         return self.piece.numel == 0 < self.spec.numel
 
     @property
     def is_whole(self) -> bool:
-        """All of the logical parameter is here."""
+        """Whether this rank has the full logical parameter."""
         return self.piece.numel == self.spec.numel and not self.cuts
 
     @property
     def has_origin(self) -> bool:
-        """The logical tensor's first element lies in this slice: of all slices, in one."""
+        """Whether the logical tensor's first element is in this slice, which is true of exactly one slice."""
         return all(any(start == 0 for start, _ in cut.ranges) for cut in self.cuts)
 
     def extent(self, shape: tuple[int, ...], name: str = "", dtype: str = "") -> Extent | None:
-        """The range of a logical tensor that state of ``shape`` is; ``None`` if only a whole parameter can have it."""
+        """Return the logical range of state of ``shape``; ``None`` if only a full parameter can have such state."""
         if shape == tuple(self.view.shape):
             return self.spec.extent(self.piece.start, self.piece.stop, name=name, dtype=dtype)
         for local, whole, cuts in self._per_part():
@@ -106,7 +106,7 @@ class _Held:
         return Extent(name, shape, dtype, 0, math.prod(shape)) if self.is_whole else None
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape that state has here whose logical tensor has shape ``stored``; ``None`` if it cannot be here."""
+        """Return this rank's shape of state whose logical shape is ``stored``; ``None`` if it cannot be loaded here."""
         if stored == self.spec.logical_shape:
             return tuple(self.view.shape)
         if self.is_whole:
@@ -114,7 +114,7 @@ class _Held:
         return next((local for local, whole, _ in self._per_part() if whole == stored), None)
 
     def _per_part(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[Cut, ...]]]:
-        """Shapes with one value per row or block: here, and of the whole parameter, and what of that is this slice."""
+        """Yield shapes with one value per row or block: on this rank, of the full parameter, and cuts of the slice."""
         if not self._part:
             return
         logical = self.spec.logical_shape
@@ -127,7 +127,7 @@ class _Held:
             yield (*self.view.shape[:first], *ones), (*logical[:first], *ones), self.cuts
 
     def _cuts_of_parts(self, part: int) -> tuple[Cut, ...] | None:
-        """The rows or blocks of this slice, if it consists of whole ones; ``None`` if it does not."""
+        """Return the rows or blocks of this slice as cuts; ``None`` if the slice divides a row or block."""
         if not self.cuts:
             return ()
         inner = math.prod(self.spec.logical_shape[1:])
@@ -138,7 +138,7 @@ class _Held:
 
 
 def _tensors(state: Mapping[str, Any], view: Tensor) -> Iterator[tuple[str, Tensor, bool]]:
-    """The tensors of a parameter's state that are more than a number; the last says whether one is part of another."""
+    """Yield name and tensor of a parameter's state, except scalars, and whether the tensor is part of a subclass."""
     for key, value in state.items():
         if not isinstance(value, Tensor) or (value.dim() == 0 and not _is_elementwise(key, value, view)):
             continue
@@ -150,7 +150,7 @@ def _tensors(state: Mapping[str, Any], view: Tensor) -> Iterator[tuple[str, Tens
 
 
 def _held_by(engine: Engine, optimizer: torch.optim.Optimizer, ignored: Names) -> Iterator[tuple[nn.Parameter, _Held]]:
-    """Every parameter of the engine, and the ignored ones that are named."""
+    """Yield every parameter of the engine, and the ignored ones in ``ignored``, with their pieces."""
     needed = needed_by(optimizer)
     for group in engine.groups:
         for index, shard in enumerate(group.shards):
@@ -165,7 +165,7 @@ def _held_by(engine: Engine, optimizer: torch.optim.Optimizer, ignored: Names) -
 def optimizer_extents(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ignored: Names | None = None
 ) -> Pairs:
-    """The ranges of the optimizers' state that this rank writes, as ``optimizer/<parameter name>/<key>``."""
+    """Return the ranges of the optimizers' state that this rank writes, as ``optimizer/<parameter name>/<key>``."""
     engine = engine_of(model, "sw.save")
     found: Pairs = []
     for optimizer in optimizers:
@@ -183,11 +183,11 @@ def optimizer_extents(
 
 
 def _written(held: _Held, owned: Piece, state: Mapping[str, Any]) -> Iterator[tuple[Extent, Tensor]]:
-    """The ranges of a parameter's state that the owner of a piece writes; the first rank writes equal ones."""
+    """Yield the ranges of a parameter's state that this rank writes; of copies, the first rank writes."""
     for key, value, is_inner in _tensors(state, held.view):
         name, shape, dtype = f"{_OPTIMIZER}{held.spec.name}/{key}", tuple(value.shape), dtype_name(value.dtype)
         extent = held.extent(shape, name, dtype)
-        is_alike = owned.numel < held.piece.numel  # the parameter is whole on every rank
+        is_alike = owned.numel < held.piece.numel  # every rank has the full parameter
         is_table = extent is None and is_inner
         if is_table:
             extent, is_alike = Extent(name, shape, dtype, 0, value.numel()), True
@@ -202,25 +202,28 @@ def _written(held: _Held, owned: Piece, state: Mapping[str, Any]) -> Iterator[tu
 
 
 def _in_order(value: Tensor, extent: Extent, held: _Held) -> tuple[Extent, Tensor]:
-    """The elements in the order of the logical tensor's memory; its strides stay where the memory has them."""
+    """Return the elements, flat, with their extent; the extent keeps the parameter's strides if ``value`` has them."""
     value = value.detach()
     if extent.stride is not None:
         steps = zip(value.shape, value.stride(), held.view.stride(), strict=True)
         is_all = value.shape == held.view.shape and value.numel() == held.spec.numel
         if not is_all or all(here == there for size, here, there in steps if size > 1):
             return extent, memory_order(value)
-        extent = replace(extent, stride=None)  # the whole, laid out in another way than the parameter
+        extent = replace(extent, stride=None)  # full state with other strides than the parameter
     return extent, value.contiguous().view(-1)
 
 
 def optimizer_scalars(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ignored: Names
 ) -> dict[str, dict[str, float]]:
-    """Per-parameter state that is a number: ``{parameter name: {key: value}}``.
+    """Return per-parameter state that is a number, of all ranks: ``{parameter name: {key: value}}``.
 
     Collective:
-        One all-gather of a JSON text over the world: a parameter's scalars are known to ranks that hold a piece. All
-        ranks must call; all get the whole.
+        One all-gather of JSON over the world, because only ranks with a piece of a parameter know its scalars. All
+        ranks must call.
+
+    Raises:
+        CheckpointError: Some state cannot be saved.
     """
     engine = engine_of(model, "sw.save")
     mine: dict[str, dict[str, Any]] = {}
@@ -230,7 +233,7 @@ def optimizer_scalars(
         for parameter, held in _held_by(engine, optimizer, ignored):
             state = states.get(parameter, {})
             if not state or held.is_empty:
-                continue  # some optimizers keep state of an empty piece, which never steps
+                continue  # some optimizers keep state of empty pieces, which is never updated
             scalars = {
                 key: value
                 for key, value in state.items()
@@ -257,7 +260,7 @@ def optimizer_scalars(
 
 
 def as_numbers(scalars: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """``scalars`` with numbers in place of tensors. The host waits once for each device and dtype."""
+    """Replace tensors in ``scalars`` by numbers. The host waits once for each device and dtype."""
     alike: defaultdict[tuple[torch.device, torch.dtype], list[tuple[dict[str, Any], str]]] = defaultdict(list)
     for state in scalars.values():
         for key, value in state.items():
@@ -272,7 +275,7 @@ def as_numbers(scalars: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _unsaved(name: str, held: _Held, state: Mapping[str, Any]) -> Iterator[str]:
-    """The state of a parameter that no checkpoint can hold."""
+    """Describe the state of a parameter that cannot be saved."""
     for key, value in state.items():
         if value is not None and not isinstance(value, (int, float, Tensor)):
             yield f"{key!r} of {held.spec.name!r} in {name} is a {type(value).__name__}, not a tensor or number"
@@ -288,7 +291,7 @@ def _unsaved(name: str, held: _Held, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _room_for(extent: Extent, held: _Held) -> Tensor | None:
-    """An empty tensor for this rank's range of a stored one; ``None`` if it cannot have any."""
+    """Allocate this rank's range of a stored tensor; ``None`` if it cannot be loaded here."""
     if extent.shape == held.spec.logical_shape:
         return torch.zeros_like(held.view, dtype=torch_dtype(extent.dtype))
     shape = held.shape(extent.shape)
@@ -296,14 +299,14 @@ def _room_for(extent: Extent, held: _Held) -> Tensor | None:
 
 
 class OptimizerState:
-    """Fresh state of one optimizer as a checkpoint names it: filled first, installed when everything has been read."""
+    """New state of one optimizer, to be filled from a checkpoint and installed when everything has been read."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, ignored: Names, stored: Mapping[str, Extent]
     ) -> None:
         engine = engine_of(model, "sw.load")
         self.extents: Pairs = []  # this rank's ranges of the stored tensors, as targets to load into
-        self.problems: list[str] = []  # stored state that this rank cannot take
+        self.problems: list[str] = []  # stored state that this rank cannot load
         self._optimizer = optimizer
         self._names: dict[nn.Parameter, str] = {}
         self._fresh: dict[str, dict[str, Any]] = {}
@@ -329,7 +332,7 @@ class OptimizerState:
             self._allocate(held, parameter, keys[held.spec.name])
 
     def _allocate_flat(self, flat: FlatParameter, keys: Mapping[str, Mapping[str, Extent]]) -> None:
-        """Make the parameters of a flat one share its tensors, where the same was stored of all of them."""
+        """Make the parameters of a flat one share its tensors, if the same keys and dtypes were stored for all."""
         names = [self._names[shard] for shard in flat.shards]
         stored = [{key: extent.dtype for key, extent in keys.get(name, {}).items()} for name in names]
         if any(other != stored[0] for other in stored):
@@ -340,7 +343,7 @@ class OptimizerState:
                 self._fresh[name][key] = part
 
     def _allocate(self, held: _Held, shard: nn.Parameter, stored: Mapping[str, Extent]) -> None:
-        """Make room for what is stored of one parameter."""
+        """Allocate the state of one parameter as it is stored."""
         state = self._fresh[held.spec.name]
         wrapped: dict[str, Tensor] = {}
         if any("." in key for key in stored):
@@ -349,7 +352,7 @@ class OptimizerState:
             wrapped = {key: tensor for key, tensor, is_inner in _tensors(state, held.view) if is_inner}
         for key, extent in stored.items():
             target = wrapped.get(key)
-            if target is None and key.rpartition(".")[0] not in state:  # else stored as what it is not here
+            if target is None and key.rpartition(".")[0] not in state:  # else it is a subclass here and was plain there
                 target = state[key] if key in state else _room_for(extent, held)
                 if target is not None:
                     state[key] = target
@@ -367,13 +370,16 @@ class OptimizerState:
             self.extents.append((found, flat))
 
     def take(self, scalars: Mapping[str, Mapping[str, float]], given: Mapping[int, Mapping[str, Any]]) -> list[str]:
-        """Take the numbers in each parameter's state, and see whether the optimizer can continue with them.
+        """Store the numbers of each parameter's state, and check whether the optimizer can continue with the state.
 
-        Torch's optimizers, and ours, show what they need: a copy makes a step of one element. ``scalars`` are by
-        parameter name and key, ``given`` are the settings that each group will get, by its ``id``.
+        For optimizers of torch and shardwise, a copy makes a step with one element, which shows the expected state.
+
+        Args:
+            scalars: Numbers by parameter name and key.
+            given: The settings that each group will get, by ``id`` of the group.
 
         Returns:
-            What cannot be right.
+            Descriptions of the problems.
         """
         problems: list[str] = []
         made: dict[Any, dict[str, Any]] = {}
@@ -397,7 +403,7 @@ class OptimizerState:
     def install(self) -> None:
         """Replace the optimizer's state.
 
-        A flat parameter whose parameters have been updated differently often is split into their names.
+        A flat parameter is split if its parameters have different state, such as different step counts.
         """
         of_flat: dict[FlatParameter, dict[str, Any]] = {}
         for flat, state in self._flats.items():
@@ -422,21 +428,21 @@ class OptimizerState:
 def _after_step(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], like: Tensor
 ) -> dict[str, Any] | Exception:
-    """The state of a parameter after a step, or why there is none; nothing is known of other people's optimizers."""
+    """Return the state of a parameter after a step, or the exception of the step; ``{}`` for third-party optimizers."""
     cls = type(optimizer)
     if not cls.__module__.startswith(("torch.optim.", "shardwise.optim.")):
         return {}
     try:
-        if cls.__module__.startswith("torch"):  # whose constructors check the settings
+        if cls.__module__.startswith("torch"):  # torch's constructors check the settings
             accepted = inspect.signature(cls).parameters.keys() & settings.keys() - {"params"}
             cls([nn.Parameter(like)], **{key: settings[key] for key in accepted})
         return torch_private.state_after_step(optimizer, settings, like)
-    except Exception as error:  # noqa: BLE001  of whatever kind an odd setting leads to
+    except Exception as error:  # noqa: BLE001  a wrong setting may lead to any exception
         return error
 
 
 def _as_scalar(value: Any, like: Any) -> Any:
-    """A number of the kind that the optimizer keeps, ``None`` where it is none of them.
+    """Convert a number to the type of ``like``, which the optimizer keeps; ``None`` if it does not fit.
 
     Torch's optimizers keep counts as tensors, mostly float32 on the CPU, which they change in place.
     """
