@@ -163,6 +163,11 @@ TABLES: dict[str, dict[str, str]] = {
         "act_fn": "replicated_with_grad_allreduce",  # xIELU learns two slopes that all features share
     },
     "transformers.models.vit.modeling_vit.ViTMLP": {"fc1": "colwise", "fc2": "rowwise"},
+    "transformers.models.inkling2.modeling_inkling2.Inkling2Experts": {"gate_up_proj": "packed_colwise"},
+    # Its activation keeps the largest of all features.
+    "transformers.models.gemma3n.modeling_gemma3n.Gemma3nTextMLP": dict.fromkeys(
+        ("gate_proj", "up_proj", "down_proj"), "replicate"
+    ),
     # Its mask has a row for every head, of all values: the attention stays whole.
     "transformers.models.doge.modeling_doge.DogeAttention": dict.fromkeys(
         ("q_proj", "k_proj", "v_proj", "dt_proj", "o_proj"), "replicate"

@@ -91,6 +91,10 @@ def _build(name: str, changes: dict[str, Any]) -> nn.Module:  # noqa: C901, PLR0
         return tf.ApertusForCausalLM(tf.ApertusConfig(**decoder))
     if name == "doge":  # its mask has a row for every head
         return tf.DogeForCausalLM(tf.DogeConfig(**decoder))
+    if name == "gemma3n":  # its activation keeps the largest of all features
+        small = {"head_dim": 4, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 4}
+        small |= {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.5, 0.5]}
+        return tf.Gemma3nForCausalLM(tf.Gemma3nTextConfig(**(decoder | small)))
     if name == "gpt2":
         rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
         sizes = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4, "use_cache": False}
@@ -121,6 +125,7 @@ def test_every_family_equals_one_process():
         Family(name="cohere", has_labels=True, dtype=torch.float32),
         Family(name="apertus", has_labels=True, dtype=torch.float32),
         Family(name="doge", has_labels=True, dtype=torch.float32),
+        Family(name="gemma3n", has_labels=True, dtype=torch.float32),
         Family(name="gpt2", has_labels=True, dtype=torch.float32),
         Family(name="t5", has_labels=True, dtype=torch.float32, max_norm=0.3, model=(("dropout_rate", 0.2),)),
         Family(name="t5", model=(("feed_forward_proj", "gated-gelu"), ("tie_word_embeddings", False))),

@@ -143,6 +143,8 @@ def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
     """Find the modules that the user's table matches, and those that known tables match in addition.
 
     If several patterns match a module, the one with the fewest ``*`` applies, and of these the last.
+
+    Of the known ones a full name, as our tables have, precedes a pattern.
     """
     modules = dict(model.named_modules())
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -161,8 +163,12 @@ def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
             "  Pass tp_plan={pattern: style}, for example {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'},"
             " or set tp=1."
         )
-    decided = {*given, *(name for name, style in known.items() if style == "replicate")}
-    return [*(site for site in _matches(known, modules, names) if site.name not in decided), *given.values()]
+    general = {pattern: style for pattern, style in known.items() if "*" in pattern}
+    exact = {name: style for name, style in known.items() if name not in general}
+    for styles in (exact, general):
+        for site in _matches(styles, modules, names):
+            given.setdefault(site.name, site)
+    return list(given.values())
 
 
 def _sequence_sites(model: nn.Module) -> list[_Site]:
