@@ -1,10 +1,10 @@
-"""One plain process beside the ranks: what a parallelized model must equal, to the last bit or as near as sums allow.
+"""Comparison of a parallelized model with one plain process, bitwise, or within a tolerance if sums are split.
 
-Every rank trains the parallelized model on its own data and, beside it, one plain copy of the model for each share of
-the data, on everybody's data. The copies' gradients are added up in rank order (inside each group first where there is
-``dp_replicate``), divided by the number of shares and applied once: that is "one process". After every backward and
-every step values, gradients, parameters and optimizer state are compared; at the end also ``sw.full_state_dict``, that
-the ranks own every element exactly once, and that ranks which hold the same elements hold the same bits.
+Every rank trains the parallelized model on its own data, and also one plain copy of the model for each reader, on that
+reader's data. The copies' gradients are added up in rank order (with ``dp_replicate`` inside each group first), divided
+by the number of readers and applied once: that is "one process". After every backward and every step, values,
+gradients, parameters and optimizer state are compared. At the end ``sw.full_state_dict`` is compared too, every element
+must have exactly one owner, and ranks with the same elements must have the same bits.
 
 ::
 
@@ -19,14 +19,13 @@ the ranks own every element exactly once, and that ranks which hold the same ele
 
     run_on_ranks(on_a_rank, 2)
 
-A *script* is what is done in one step: ``script(model, reader, step)`` returns the loss, of which backward is called;
-or it is a generator that runs its backwards itself and yields what is to be compared after each of them: a tensor, a
-list of tensors, :class:`Waiting` or :class:`Mean`. Ranks of one reader (along ``tp``, ``pp``, ``cp``) have the same
-data.
+A *script* runs one step. ``script(model, reader, step)`` returns the loss, whose backward is then called. Or it is a
+generator that runs backwards itself, and after each of them yields the values to compare: a tensor, a list of tensors,
+:class:`Waiting` or :class:`Mean`. Ranks of one reader (along ``tp``, ``pp``, ``cp``) have the same data.
 
-Where a layout splits a sum that one process makes in one go (``tp``, ``cp``, ``ep``, parameters shared by stages), pass
-a ``tolerance`` (``shardwise.spec.exact.tolerance``): values and norms are then compared relatively and parameters
-absolutely; gradients and optimizer state are not.
+If a layout splits a sum that one process computes at once (``tp``, ``cp``, ``ep``, parameters shared by stages), pass a
+``tolerance`` (``shardwise.spec.exact.tolerance``). Values and norms are then compared relatively, parameters
+absolutely, and gradients and optimizer state not at all.
 """
 
 from __future__ import annotations
@@ -60,16 +59,16 @@ from shardwise.weights.state.model import full_state_dict
 Script = Callable[[nn.Module, int, int], Any]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
-#: Integers as wide as an element.
+#: Integer dtypes by bytes of an element.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Waiting(list):
-    """Values to compare after a backward that does not synchronise, or after none: no gradients are due."""
+    """Values to compare when no gradients exist yet: after a backward that does not synchronize, or after none."""
 
 
 class Mean(list):
-    """Values of which a rank has the mean over all readers, as ``sw.train_step`` gives it."""
+    """Values for which a rank has the mean over all readers, as ``sw.train_step`` returns it."""
 
 
 @dataclass
@@ -77,11 +76,11 @@ class Comparison:
     """The state after :func:`compare_with_one_process`, for further checks.
 
     Attributes:
-        model: Parallelized and trained.
-        plain: This rank's copy.
-        optimizer: Of ``model``.
-        probe: Of ``model``.
-        norms: Of the gradients in each step, before clipping; empty without ``max_norm``.
+        model: The parallelized model, after training.
+        plain: The plain copy of this rank's reader.
+        optimizer: The optimizer of ``model``.
+        probe: The probe of ``model``.
+        norms: Norms of the gradients in each step, before clipping; empty without ``max_norm``.
     """
 
     model: nn.Module
@@ -92,7 +91,7 @@ class Comparison:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether shapes, dtypes and all bits are the same: -0.0 is not 0.0 here, and a NaN is itself."""
+    """Whether shapes, dtypes and all bits are equal: -0.0 differs from 0.0, and a NaN equals the same NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(_bits(a), _bits(b))
@@ -101,10 +100,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def train_step(
     model: nn.Module, batch: Any, loss_fn: LossFn | None = None, num_microbatches: int | None = None
 ) -> Mean:
-    """``sw.train_step`` for scripts: on a plain copy the same is done by hand. To be yielded.
+    """``sw.train_step`` for scripts, which yield its result. It also works on a plain copy.
 
-    On a plain copy microbatches are added up before anything else is, as under ``pp`` and where
-    ``accumulation="unsharded"``.
+    On a plain copy microbatches are added up before readers, as with ``pp`` and ``accumulation="unsharded"``.
     """
     if attachment_of(model) is not None:
         return Mean([whole_step.train_step(model, batch, loss_fn, num_microbatches)])
@@ -119,7 +117,7 @@ def train_step(
 
 @contextlib.contextmanager
 def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa: FBT001 - as sw.gradient_sync
-    """``sw.gradient_sync`` for scripts: on a plain copy it does nothing. Backwards inside, if disabled, are Waiting."""
+    """``sw.gradient_sync`` for scripts; no effect on a plain copy. Inside, if disabled, scripts yield ``Waiting``."""
     is_plain = attachment_of(model) is None
     with contextlib.nullcontext() if is_plain else calls.gradient_sync(model, is_enabled):
         yield
@@ -137,19 +135,19 @@ def compare_with_one_process(
 
     Args:
         build: Builds the model, with the same weights each time.
-        script: What is done in a step.
-        parallelize: Makes the model a parallel one, in place.
-        where: For messages.
-        **options: As of :func:`compare_each_with_one_process`: ``steps``, ``optimizer``, ``tolerance``, ...
+        script: Runs a step.
+        parallelize: Parallelizes the model, in place.
+        where: Name of the comparison in messages.
+        **options: See :func:`compare_each_with_one_process`: ``steps``, ``optimizer``, ``tolerance``, ...
 
     Returns:
-        What is left.
+        The models and the optimizer after training.
 
     Collective:
-        Those of training and of ``sw.full_state_dict``, and an all-gather of what each rank holds. All ranks must call.
+        Those of training and of ``sw.full_state_dict``, and an all-gather of the ranks' extents. All ranks must call.
 
     Raises:
-        AssertionError: Something differs; the message says what, and in which step.
+        AssertionError: A value differs; the message names the value and the step.
     """
     return compare_each_with_one_process(build, script, {where: parallelize}, **options)[where]
 
@@ -173,35 +171,35 @@ def compare_each_with_one_process(
     shares_buffers: bool = True,
     builds_by_rank: bool = False,
 ) -> dict[str, Comparison]:
-    """Compare several parallel models, which train step by step beside the same plain copies: those are paid for once.
+    """Compare several parallelized models with the same plain copies, step by step, so that copies are trained once.
 
-    Models whose one process differs (other readers, groups, ignored parameters; another ``accumulation`` where the
-    script is a generator) get copies of their own. Scripts are called for each model in turn and must not keep anything
-    from one call to the next. Parameters that the plan ignores are each rank's own: a rank's copy steps on its own
+    Models with a different "one process" get separate copies: different readers, groups or ignored parameters, or a
+    different ``accumulation`` if the script is a generator. Scripts are called for each model in turn and must not keep
+    state between calls. Parameters that the plan ignores are separate on each rank: a rank's copy steps with its own
     gradients of them.
 
     Args:
         build: Builds the model, with the same weights each time.
-        script: What is done in a step.
-        parallelize: Makes the model a parallel one, in place; by what messages call it.
+        script: Runs a step.
+        parallelize: Functions that parallelize the model in place, by the name of the comparison in messages.
         steps: Optimizer steps.
-        optimizer: From parameters to an optimizer; by default AdamW with lr 1e-2.
-        parameters: From the plain model to what its optimizer gets.
-        given: The same for the parallelized models, or by their names; where one is missing, as for the plain one.
-        between: Called with the model and the number of the step after each step, on either side.
-        prepare_plain: Called with each plain copy before training, for what the plan changes besides distributing the
-            model (such as the capacity of experts).
-        max_norm: Gradients are clipped to it before the step, and their norms compared (``math.inf``: only compared).
-        in_backward: The parallelized model's optimizer steps inside backward (``sw.optimizer_in_backward``): after it
-            there must be no gradient.
-        tolerance: Compare with it, where sums are split; ``None``: to the last bit.
+        optimizer: Makes an optimizer from parameters; by default AdamW with lr 1e-2.
+        parameters: Returns the parameters of the plain model for its optimizer.
+        given: The same for the parallelized models, or for each by name; by default ``parameters``.
+        between: Called with the model and the number of the step after each step, for all models and copies.
+        prepare_plain: Called with each plain copy before training, to apply changes of the plan other than distribution
+            (such as the capacity of experts).
+        max_norm: Norm to which gradients are clipped before the step; norms are compared (``math.inf``: only compared).
+        in_backward: The parallelized model's optimizer steps inside backward (``sw.optimizer_in_backward``), so that no
+            gradient may exist afterwards.
+        tolerance: Tolerance of the comparison, if sums are split; ``None``: bitwise.
         is_checked: Fill released buffers with NaN and check saved tensors (``checks``).
-        heals: Saved tensors may have to be brought back; else none may.
-        shares_buffers: Every copy's buffers are those that the first copy had, as the plan keeps them equal.
-        builds_by_rank: ``build`` takes the rank: ranks differ in what is ignored.
+        heals: Saved tensors may lose their data and be restored; if false, none may.
+        shares_buffers: All copies use the first copy's buffers, as the plan keeps buffers equal.
+        builds_by_rank: ``build`` takes the rank, because ranks have different ignored parameters.
 
     Returns:
-        What is left, by the same names.
+        The models and optimizers after training, by name of the comparison.
     """
     make = optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-2))
     rank = torch.distributed.get_rank()
@@ -245,13 +243,13 @@ def compare_each_with_one_process(
 
 @dataclass
 class _Side:
-    """A parallelized model.
+    """A parallelized model in a comparison.
 
     Attributes:
-        where: What messages call it.
+        where: Name of the comparison in messages.
         model: The model.
-        ours: Its optimizer.
-        inside: Its probe.
+        ours: The model's optimizer.
+        inside: The model's probe.
     """
 
     where: str
@@ -260,25 +258,25 @@ class _Side:
     inside: Probe
 
     def one_process(self, script: Script) -> Hashable:
-        """Sides with equal ones have the same one process."""
+        """A key of the "one process": sides with equal keys are compared with the same copies."""
         inside = self.inside
         accumulation = inside.accumulation if inspect.isgeneratorfunction(script) else None
         return inside.reader, inside.axes["dp_shard"], tuple(inside.ignored), accumulation
 
     def at(self, step: int, more: str = "") -> str:
-        """For messages."""
+        """The name and the step, for messages."""
         return f"{self.where}, step {step}{more}"
 
 
 @dataclass
 class _Judge:
-    """Holds the two sides of a comparison, and says where they differ.
+    """Compares a parallelized model with the copies, and raises at a difference.
 
     Attributes:
-        copies: Plain, one for each reader; the first is the one process.
+        copies: Plain copies, one for each reader; the first one is "one process".
         reference: The optimizer of the first copy.
         side: The parallelized model.
-        tolerance: ``None``: to the last bit.
+        tolerance: Tolerance of the comparison; ``None``: bitwise.
         in_backward: ``side.ours`` steps inside backward.
     """
 
@@ -294,14 +292,14 @@ class _Judge:
         self.norms: list[float] = []
 
     def step(self, step: int) -> None:
-        """Step the optimizer, and compare what it has changed with what the reference's has."""
+        """Step the optimizer, and compare parameters and its state with the reference's."""
         self.side.ours.step()
         self.parameters(self.side.at(step, ", after the optimizer"))
         self.optimizers(self.side.at(step))
         self.side.ours.zero_grad()
 
     def finish(self, *, heals: bool) -> Comparison:
-        """Compare what is left."""
+        """Compare ownership and the full state dict, and return the result."""
         self.ownership()
         self.full_state()
         num_healed = self.inside.num_healed
@@ -310,7 +308,7 @@ class _Judge:
         return Comparison(self.side.model, plain, self.side.ours, self.inside, self.norms)
 
     def values(self, expected: Sequence[Any], got: Any, where: str) -> None:
-        """Compare the values that each copy's script has yielded with this rank's."""
+        """Compare the values that the copies' scripts have yielded with this rank's."""
         if isinstance(got, Mean):
             means = zip(*expected, strict=True)
             for index, (all_of_it, value) in enumerate(zip(means, got, strict=True)):
@@ -323,7 +321,7 @@ class _Judge:
             self.value(a.detach(), b.detach(), f"{where}: value {index}")
 
     def value(self, expected: Tensor, got: Tensor, where: str) -> None:
-        """A value of one process, and this rank's."""
+        """Compare a value of one process with this rank's."""
         if self.tolerance is None or not expected.any():
             assert same_bits(expected, got), f"{where} is {got}, not {expected}"
             return
@@ -332,7 +330,7 @@ class _Judge:
         assert apart <= self.tolerance.relative, f"{where} is {got}, not {expected}: {apart:.1e} apart"
 
     def gradients(self, total: dict[str, Tensor], where: str) -> None:
-        """``.grad`` of every parameter here is its part of ``total``; where no reader used one there is none."""
+        """Check that every ``.grad`` is the right part of ``total``, or ``None`` if no reader used the parameter."""
         apart: dict[str, float] = {}
         for shard in self.inside.shards:
             grad = shard.grad
@@ -353,18 +351,18 @@ class _Judge:
         assert not apart, f"{where}: gradients are off by: {apart}"
 
     def parameters(self, where: str) -> None:
-        """Every parameter here is its part of the plain one."""
+        """Check that every parameter of this rank is the right part of the plain parameter."""
         for shard in self.inside.shards:
             self._state(shard.part_of(self.named[shard.name]), shard.values, f"{where}: {shard.name}")
 
     def optimizers(self, where: str) -> None:
-        """The optimizer's state of every parameter here is its part of the plain one's."""
+        """Check that the optimizer's state of every parameter is the right part of the reference's state."""
         if self.tolerance is not None:
             return
         states = optimizer_state(self.side.ours)
         for shard in self.inside.shards:
             if shard.numel == 0:
-                continue  # the optimizer may or may not keep something of an empty piece
+                continue  # the optimizer may or may not have state for an empty piece
             plain = self.named[shard.name]
             expected, got = self.reference.state.get(plain, {}), states.get(shard.parameter, {})
             assert expected.keys() == got.keys(), f"{where}: optimizer state of {shard.name} has {list(got)}"
@@ -379,11 +377,11 @@ class _Judge:
                     assert same_bits(memory_order(got[key]), shard.part_of(value)), what
 
     def ownership(self) -> None:
-        """Over all ranks every element has one owner, and ranks that hold the same elements hold the same bits."""
+        """Check that every element has exactly one owner, and that ranks with the same elements have the same bits."""
         where = self.side.where
         owned = [extent for extent, _ in self.inside.owned_extents(self.side.ours)]
         extents = self.inside.extents()
-        # Buffers are what this rank's last forward has made of them.
+        # Buffers are left out: they depend on this rank's last forward.
         held = {extent: _digest(values) for extent, values in extents if not extent.name.startswith("buffer/")}
         everyone: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, (owned, held))
@@ -395,7 +393,7 @@ class _Judge:
                 assert name in owners, f"{where}: {name} is on no rank"
                 for key, value in self.reference.state.get(parameter, {}).items():
                     if not isinstance(value, Tensor) or torch_private.wrapped_tensors(value):
-                        continue  # a number, or several tensors under names of their own
+                        continue  # a number, or several tensors with separate names
                     if value.shape == parameter.shape != ():
                         assert f"optimizer/{name}/{key}" in owners, f"{where}: {key} of {name} is on no rank"
         for name, count in owners.items():
@@ -405,7 +403,7 @@ class _Judge:
                 assert held[extent] == theirs[extent], f"{where}: rank {rank} has other values of {extent.name}"
 
     def full_state(self) -> None:
-        """``sw.full_state_dict`` on rank 0 is the plain model's state dict."""
+        """Check that ``sw.full_state_dict`` on rank 0 equals the plain model's state dict."""
         plain = self.copies[0].state_dict()
         for name, got in full_state_dict(self.side.model).items():
             self._state(plain[name], got, f"{self.side.where}: {name} of the full state dict")
@@ -418,7 +416,7 @@ class _Judge:
             assert apart <= self.tolerance.absolute, f"{where} is off by {apart:.1e}"
 
     def _share_of_state(self, whole: Tensor, here: Tensor, shard: Shard) -> Tensor:
-        """This rank's share of a state with one value per element, per row or block, or of another shape."""
+        """This rank's part of a state with one value per element, per row or block, or of another shape."""
         if whole.shape == shard.shape:
             return shard.part_of(whole)
         if here.numel() == whole.numel():
@@ -430,7 +428,7 @@ class _Judge:
 
 
 def _count(extent: Extent, owners: Tensor) -> None:
-    """Add one to the number of owners of each element of ``extent``, of its logical tensor in memory order."""
+    """Add 1 to ``owners`` for each element of ``extent``, in memory order of the logical tensor."""
     if extent.cuts:
         owners[part_of(extent, torch.arange(owners.numel()).view(extent.shape))] += 1
     else:
@@ -438,7 +436,7 @@ def _count(extent: Extent, owners: Tensor) -> None:
 
 
 def _parts(value: Tensor, got: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The plain tensors of two states, side by side."""
+    """The plain tensors of two states, as pairs."""
     wrapped, theirs = torch_private.wrapped_tensors(value), torch_private.wrapped_tensors(got)
     assert (wrapped is None) == (theirs is None)
     if wrapped is None or theirs is None:
@@ -480,10 +478,10 @@ class _Sums:
         self.groups = [copies[first : first + size] for first in range(0, len(copies), size)]
         self.inside, self.num_copies = inside, len(copies)
         self.total: dict[str, Tensor] = {}
-        self.waiting: list[dict[str, Tensor]] = [{} for _ in self.groups]  # what is not divided yet
+        self.waiting: list[dict[str, Tensor]] = [{} for _ in self.groups]  # sums that are not divided yet
 
     def take(self, *, is_waiting: bool) -> None:
-        """After a backward of all copies."""
+        """Add the gradients of a backward of all copies."""
         if not is_waiting or self.inside.accumulation != "unsharded":
             for summed, group in zip(self.waiting, self.groups, strict=True):
                 _add(summed, _summed(group, but=self.inside.ignored))
@@ -496,7 +494,7 @@ class _Sums:
 
 
 def _clip(judges: Sequence[_Judge], max_norm: float, step: int) -> None:
-    """Clip both sides, and compare the norms."""
+    """Clip gradients of copies and models, and compare the norms."""
     got = [clip_grad_norm(judge.side.model, max_norm) for judge in judges]
     grads = [p.grad for p in judges[0].copies[0].parameters() if p.grad is not None]
     wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()
@@ -513,7 +511,7 @@ _END = object()
 
 
 class _Run:
-    """A script under way, with a stream of random numbers of its own."""
+    """A running script, with a separate state of random numbers."""
 
     def __init__(self, script: Script, model: nn.Module, reader: int, step: int) -> None:
         is_generator = inspect.isgeneratorfunction(script)
@@ -522,7 +520,7 @@ class _Run:
         self._random = torch.Generator().manual_seed(31 * step + reader).get_state()
 
     def advance(self) -> Any:
-        """Run to the next value; ``_END`` where there is none."""
+        """Run to the next value, and return it; ``_END`` if there is none."""
         torch.set_rng_state(self._random)
         value = next(self._iterator, _END)
         self._random = torch.get_rng_state()
@@ -557,7 +555,7 @@ def _copies(
     *,
     builds_by_rank: bool,
 ) -> list[nn.Module]:
-    """One plain copy for each reader, prepared."""
+    """One prepared plain copy for each reader."""
     copies = [build(*([reader] if builds_by_rank else [])) for reader in range(num_readers)]
     if prepare is not None:
         for each in copies:
@@ -566,7 +564,7 @@ def _copies(
 
 
 def _summed(group: Sequence[nn.Module], *, but: Collection[str]) -> dict[str, Tensor]:
-    """The copies' gradients, added in rank order; they are taken from the copies."""
+    """Sum the copies' gradients in rank order, and remove them from the copies."""
     summed: dict[str, Tensor] = {}
     for each in group:
         taken = {name: p for name, p in each.named_parameters() if name not in but and p.grad is not None}
@@ -582,7 +580,7 @@ def _add(total: dict[str, Tensor], more: dict[str, Tensor]) -> None:
 
 
 def _spread(copies: Sequence[nn.Module], *, but: Collection[str]) -> None:
-    """All copies get the first one's parameters."""
+    """Copy the first copy's parameters to all other copies."""
     with torch.no_grad():
         for each in copies[1:]:
             for (name, target), source in zip(each.named_parameters(), copies[0].parameters(), strict=True):
@@ -591,9 +589,9 @@ def _spread(copies: Sequence[nn.Module], *, but: Collection[str]) -> None:
 
 
 def _share_buffers(copies: Sequence[nn.Module]) -> list[Callable[[], None]]:
-    """Before each forward every copy takes over the saved buffers that the first one had before that forward.
+    """Set each copy's saved buffers, before each of its forwards, to those of the first copy before that forward.
 
-    Returns what ends that, after a last time.
+    Returns functions that do so once more and remove the hooks.
     """
     names = [name for name in copies[0].state_dict() if name in dict(copies[0].named_buffers())]
     if not names:
@@ -622,13 +620,13 @@ def _share_buffers(copies: Sequence[nn.Module]) -> list[Callable[[], None]]:
 
 
 class _Alone:
-    """The ignored parameters of every copy, which no other rank's gradients reach."""
+    """Trains and compares the ignored parameters of every copy, whose gradients are not reduced."""
 
     def __init__(self, copies: Sequence[nn.Module], judges: Sequence[_Judge], optimizer: OptimizerFactory) -> None:
         self.sides, self.reader = [judge.side for judge in judges], judges[0].inside.reader[0]
         held = judges[0].inside.ignored
         self.copies = [{name: dict(each.named_parameters())[name] for name in held} for each in copies]
-        # Those of the first copy are in the reference optimizer.
+        # The reference optimizer has the first copy's parameters.
         self.optimizers = [optimizer(list(each.values())) for each in self.copies[1:]] if held else []
 
     def _each(self) -> Iterator[tuple[_Side, str, nn.Parameter, nn.Parameter]]:
@@ -637,7 +635,7 @@ class _Alone:
                 yield side, name, expected, side.inside.ignored[name]
 
     def step(self, step: int) -> None:
-        """Compare the gradients, and step on them."""
+        """Compare the gradients, and step the optimizers."""
         for side, name, expected, held in self._each():
             place = side.at(step, f": gradient of {name}, which is ignored")
             assert (held.grad is None) == (expected.grad is None), place

@@ -1,4 +1,4 @@
-"""Proof on the user's own model: every plan against one plain process."""
+"""``sw.parity``: comparison of every plan with one plain process, on the user's model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shardwise.testing.one_process import Job, OptimizerFactory, Run, largest_ra
 from shardwise.testing.record import Parallelize
 from shardwise.weights.state.model import full_state_dict
 
-#: Said where plans differ from a process that draws random numbers.
+#: Note in the report if plans differ from a process that draws random numbers.
 _DRAWS = (
     "The model or the loss draws random numbers (dropout, noise), and every rank draws different ones: a difference"
     " says nothing about the plans. Compare a model without dropout (p=0)."
@@ -43,20 +43,22 @@ _DRAWS = (
 
 @dataclass(frozen=True)
 class ParityRow:
-    """One plan beside one process.
+    """The comparison of one plan with one process.
 
     Attributes:
         plan: Name of the plan.
-        world_size: Ranks.
+        world_size: Number of ranks.
         steps: Optimizer steps.
-        losses, norms, parameters: Whether all were bitwise equal.
+        losses: Whether all losses were bitwise equal.
+        norms: Whether all gradient norms were bitwise equal.
+        parameters: Whether all parameters were bitwise equal.
         largest_difference: The largest absolute difference of any loss, norm or parameter.
-        where: What differs most; empty where nothing does.
+        where: The value with the largest difference; empty if nothing differs.
         relative: The largest relative difference of losses and norms.
         absolute: The largest absolute difference of parameters.
-        allowed: How large these two may be; ``None``: everything must be bitwise equal.
-        stopped: Why the plan's training ended before the comparison; empty if it did not.
-        location: The first module that differs, where it was looked for.
+        allowed: The permitted ``relative`` and ``absolute``; ``None``: everything must be bitwise equal.
+        stopped: The error that ended the plan's training before the comparison; empty if there was none.
+        location: The first module that differs, if it was searched for.
         draws: Whether a step of one process draws random numbers, as dropout does.
     """
 
@@ -77,19 +79,19 @@ class ParityRow:
 
     @property
     def is_bitwise(self) -> bool:
-        """Everything was equal to the last bit."""
+        """Whether everything was bitwise equal."""
         return self.losses and self.norms and self.parameters and not self.stopped
 
     @property
     def holds(self) -> bool:
-        """Equal to the last bit, or where sums are split as near as is allowed."""
+        """Whether everything was bitwise equal or, if sums are split, within the tolerance."""
         if self.is_bitwise or self.stopped or self.allowed is None:
             return self.is_bitwise
         return self.relative <= self.allowed[0] and self.absolute <= self.allowed[1]
 
     @property
     def verdict(self) -> str:
-        """The largest difference, and what is allowed where that is not nothing."""
+        """The largest difference, and the tolerance if there is one, as text."""
         if self.stopped:
             return f"stopped: {self.stopped.splitlines()[0]}"
         if self.is_bitwise:
@@ -104,7 +106,7 @@ class ParityRow:
 
     @property
     def shown_location(self) -> str:
-        """The place where the plan differs, and what to look at if no module does."""
+        """The location of the first difference, or advice if no module differs, as text."""
         if self.holds or not isinstance(self.location, NoDifference):
             return str(self.location)
         return (
@@ -121,12 +123,12 @@ class ParityReport(Shown):
 
     @property
     def is_bitwise(self) -> bool:
-        """Every plan was equal to one process to the last bit."""
+        """Whether every plan was bitwise equal to one process."""
         return all(row.is_bitwise for row in self.rows)
 
     @property
     def holds(self) -> bool:
-        """Every plan was equal to the last bit, or where it splits sums as near as is allowed."""
+        """Whether every plan was bitwise equal or, if it splits sums, within the tolerance."""
         return all(row.holds for row in self.rows)
 
     def to_records(self) -> list[dict[str, Any]]:
@@ -137,7 +139,7 @@ class ParityReport(Shown):
         ]
 
     def page(self) -> Page:
-        """The table, and where plans differ."""
+        """The table, and the locations of differences."""
         rows = [("plan", "ranks", "steps", "losses", "norms", "parameters", "largest difference")]
         for row in self.rows:
             other = "near" if row.holds else "DIFFER"
@@ -167,43 +169,44 @@ def parity(
     """Train under every plan and in one plain process, and compare losses, gradient norms and parameters.
 
     The plain process adds up the ranks' gradients in rank order (for a plan with ``dp_replicate`` inside each group
-    first, then over the groups), divides by their number, clips and steps; buffers that forward changes become what
-    rank 0's part makes of them. Under data-parallel plans on CPU in fp32 all of it is equal to the last bit, for models
-    without dropout, whose results depend on the rank; ``data_parallel``, which cuts the batch, comes near to rounding.
-    Under ``pp`` too, where the process adds up the microbatches of each rank first. Where a sum is split, over ``tp``,
-    ``cp`` or ``ep``, or over the stages that hold one parameter, a row holds if it is as near as
-    ``spec.exact.tolerance`` says.
+    first, then over the groups), divides by their number, clips and steps. Buffers that forward changes get the values
+    that rank 0's part produces. With ``pp`` the process adds up the microbatches of each rank first.
+
+    Under data-parallel plans and ``pp``, on CPU in fp32, all results are bitwise equal, for models without dropout
+    (whose results depend on the rank). ``data_parallel``, which cuts the batch, differs by rounding. If a sum is split,
+    over ``tp``, ``cp`` or ``ep``, or over stages that share a parameter, a row holds if it is within
+    ``spec.exact.tolerance``.
 
     Args:
-        build_model: Builds the model; must give the same weights each time it is called (seed inside).
+        build_model: Builds the model; must give the same weights at every call (seed inside).
         batches: One global batch per step; tensors are cut on dim 0, one part per rank (ranks of ``tp``, ``cp``
             and ``pp`` read the same), and with ``pp`` into microbatches.
-        loss_fn: As for ``sw.train_step``.
-        plans: What to compare; a mapping gives names.
-        optimizer: From parameters to an element-wise optimizer; AdamW with lr 1e-3 by default.
-        parameters: From a model, plain or parallelized, to what its optimizer gets.
-        max_norm: Gradients are clipped to this norm, so that clipping is compared too.
+        loss_fn: See ``sw.train_step``.
+        plans: The plans to compare; a mapping gives names.
+        optimizer: Makes an element-wise optimizer from parameters; AdamW with lr 1e-3 by default.
+        parameters: Returns the parameters of a model, plain or parallelized, for its optimizer.
+        max_norm: Norm to which gradients are clipped, so that clipping is compared too.
         microbatches: Microbatches of a rank's step, which are accumulated. A plan with ``pp`` has those of its
-            schedule. Where each of them is reduced by itself (sharded accumulation), sums are split.
-        scaler: Makes a gradient scaler, under which the plans train and the one process does not: scales are powers of
-            two, so that in fp32 nothing may differ.
-        locate: Find the first module, in the order of a step, whose output, input's gradient or parameter's gradient is
-            not that of one process, and say how it differs: ``ParityRow.location``. ``None``: for the plans that
+            schedule. If each of them is reduced separately (sharded accumulation), sums are split.
+        scaler: Makes a gradient scaler, used under the plans and not in the one process. Scales are powers of two, so
+            that in fp32 nothing may differ.
+        locate: Find the first module, in the order of a step, whose output, input's gradient or parameter's gradient
+            differs from one process, and the kind of difference: ``ParityRow.location``. ``None``: for the plans that
             differ. ``True``: for every plan. Never for ``data_parallel``, whose replicas have parts of each batch. A
             plan that the comparison of copies under ``tp`` stops is located too; with ``False`` its error is raised.
-        parallelize: Makes a plain model train under a plan. Pass a function of your own where that takes more than
-            ``sw.parallelize``, such as giving your layers their process groups. It is not called for one process.
-        forward: As for ``sw.train_step``.
+        parallelize: Makes a plain model train under a plan. Pass another function if your model needs more than
+            ``sw.parallelize``, such as process groups for your layers. It is not called for one process.
+        forward: See ``sw.train_step``.
 
     Returns:
         The report, the same on every rank.
 
     Collective:
-        Those of the training runs. All ranks must call. A location takes two to four more runs of a step, and three
+        Those of the training runs. All ranks must call. A location needs two to four more runs of a step, and three
             all-gathers of JSON.
 
     Raises:
-        StateError: There is no batch, or one cannot be cut into as many parts as there are ranks.
+        StateError: There is no batch, or a batch cannot be cut into one part per rank.
         PlanError: A plan casts, quantizes or drops tokens, which the plain process does not; or it splits sums of a
             model that is in neither fp32 nor fp64.
     """
@@ -248,7 +251,7 @@ def parity(
             row = dataclasses.replace(row, allowed=allowed)
         is_wanted = not (row.holds or row.draws) if locate is None else locate
         if is_wanted and not plan.placements.is_threaded:
-            is_exact = not (splits or row.holds)  # bits of a term say nothing where those of the end are right
+            is_exact = not (splits or row.holds)  # bits of intermediate tensors do not matter if the result is right
             where = locate_difference(its_job, plan, mesh, control, parallelize=parallelize, is_exact=is_exact)
             row = dataclasses.replace(row, location=where)
         rows.append(row)
@@ -265,7 +268,7 @@ def _row(  # noqa: PLR0917 - all that a run is compared by
     *,
     may_stop: bool,
 ) -> tuple[ParityRow, bool]:
-    """The row of a plan, the same on every rank, and whether sums are split."""
+    """The row of a plan, the same on every rank, and whether the plan splits sums."""
     reader = mesh.data_parallel_rank(control.rank)
     try:
         got = train(reader)
@@ -293,7 +296,7 @@ def _one_plan(
     splits = shares or is_reduced_each
     run = Run([], [], {}, largest_rate(optimizer), splits_sums=splits, has_mean=pipelined is not None)
     for readers in job.parts:
-        own = None if pipelined is not None else []  # of a pipeline every rank knows the mean of all losses only
+        own = None if pipelined is not None else []  # in a pipeline a rank knows only the mean of all losses
         parts = iter(readers[reader])
         loss = train_step(
             model, parts, job.loss_fn, len(readers[reader]), scaler=scales, losses=own, forward=job.forward
@@ -314,7 +317,7 @@ def _one_plan(
 
 
 def _adds_up_first(model: nn.Module) -> bool:
-    """Whether microbatches are added up on each rank before they are reduced, as in the one process."""
+    """Whether each rank adds up microbatches before the reduction, as one process does."""
     return engine_of(model, "sw.parity").window.mode == "unsharded"
 
 
@@ -357,12 +360,12 @@ def _stopped(name: str, size: int, why: str) -> ParityRow:
 
 
 def _or_inf(value: float) -> float:
-    """Rank what is not a number as the worst."""
+    """Replace NaN by infinity, the worst difference."""
     return math.inf if math.isnan(value) else value
 
 
 def _merge(rows: Sequence[ParityRow]) -> ParityRow:
-    """The verdict over all ranks: each compared its own losses, rank 0 the parameters."""
+    """Combine the rows of all ranks: each compared its own losses, and rank 0 the parameters."""
     worst = max(rows, key=lambda row: row.largest_difference)
     return ParityRow(
         plan=worst.plan,
@@ -380,7 +383,7 @@ def _merge(rows: Sequence[ParityRow]) -> ParityRow:
 
 
 def _named(plans: Sequence[ParallelPlan]) -> dict[str, ParallelPlan]:
-    """Plans by strategy; several of one strategy are numbered."""
+    """Plans by name: their strategy, with a number if several plans have the same strategy."""
     named: dict[str, ParallelPlan] = {}
     for plan in plans:
         base = plan.strategy if isinstance(plan.strategy, str) else plan.placements.describe()

@@ -1,4 +1,4 @@
-"""An engine's state and history, for tests: the one door from a test to the inside of a parallelized model.
+"""An engine's state and history, for tests. Tests read the inside of a parallelized model only through a probe.
 
 ::
 
@@ -10,8 +10,8 @@
     for shard in seen.shards:
         assert torch.equal(shard.values, shard.part_of(plain_values[shard.name]))
 
-A probe looks at the live engine: what it says is true when it is asked. It changes nothing, sends nothing, and is valid
-as long as the model.
+A probe reads the live engine: results show the state at the time of the call. It changes nothing and sends nothing, and
+is valid as long as the model exists.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from shardwise.spec.traffic.data import Collective
 from shardwise.weights.state.model import held_values, owned_extents
 from shardwise.weights.state.optimizer import optimizer_extents
 
-#: Inside ``with checks():`` what is released is filled with NaN and saved tensors are checked in every step. Slow.
+#: Inside ``with checks():`` released memory is filled with NaN, and saved tensors are checked in every step. Slow.
 checks = safety.checks
 
 
 def probe(model: nn.Module) -> Probe:
-    """Look inside a parallelized model.
+    """Make a probe of a parallelized model.
 
     Raises:
         StateError: The module is not parallelized.
@@ -65,14 +65,16 @@ class Shard:
     """One parameter on this rank.
 
     Attributes:
-        name: Its full name, as in the plain model.
-        unit: The name of its unit.
-        parameter: What the optimizer sees: the parameter object of the module, with this rank's elements.
-        whole: What takes its place in the module while its unit computes; its memory is there only then.
-        start, stop: This rank's range of the parameter's elements, in memory order.
-        shape: Of the parameter in this rank's module: the whole one, or what tensor or expert parallelism left of it.
-        stride: Likewise, where it is not contiguous.
-        held_as: Form in which it is held where that is not its own dtype (``ParallelPlan.quantize_frozen``).
+        name: Full name in the plain model.
+        unit: Name of the parameter's unit.
+        parameter: The parameter object in the module and in the optimizer, with this rank's elements.
+        whole: The unsharded parameter, which replaces ``parameter`` in the module while the unit computes. It has
+            memory only then.
+        start: First element of this rank's range of the parameter, in memory order.
+        stop: End of this range.
+        shape: Shape of the unsharded parameter on this rank, after cuts by tensor or expert parallelism.
+        stride: Strides of the unsharded parameter if it is not contiguous, else ``None``.
+        held_as: Form of a quantized frozen parameter (``ParallelPlan.quantize_frozen``); ``None``: its dtype.
     """
 
     def __init__(self, group: Group, index: int) -> None:
@@ -92,32 +94,32 @@ class Shard:
 
     @property
     def values(self) -> Tensor:
-        """This rank's elements, flat, in memory order: a view."""
+        """A flat view of this rank's elements, in memory order."""
         return memory_order(plain_of(self.parameter))
 
     @property
     def grad(self) -> Tensor | None:
-        """Their gradients, likewise; ``None`` while :attr:`waits`."""
+        """A flat view of these elements' gradients, in memory order; ``None`` while :attr:`waits`."""
         return None if self.parameter.grad is None or self.waits else memory_order(plain_of(self.parameter.grad))
 
     @property
     def waits(self) -> bool:
-        """A sum of microbatches waits for its reduction: until then the gradient cannot be read."""
+        """Whether a sum of microbatches has not been reduced yet, so that the gradient cannot be read."""
         return isinstance(self.parameter.grad, WaitingGradient)
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """The elements of a tensor of the plain parameter's shape that this rank holds, flat, in memory order."""
+        """This rank's elements of a tensor with the plain parameter's shape, flat, in memory order."""
         return self.range.part_of(whole)
 
     @property
     def range(self) -> Range:
-        """The elements of the plain parameter that these are; the range keeps nothing of the model alive."""
+        """The range of this rank's elements in the plain parameter. It has no references to the model."""
         return Range(self.start, self.stop, self.shape, self.stride, self._cuts)
 
 
 @dataclass(frozen=True)
 class Range:
-    """The elements of a plain parameter that a rank holds; attributes as of :class:`Shard`."""
+    """A rank's elements of a plain parameter; see :class:`Shard` for the attributes."""
 
     start: int
     stop: int
@@ -126,7 +128,7 @@ class Range:
     cuts: Slice | None
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """The elements of a tensor of the plain parameter's shape, flat, in memory order."""
+        """The range's elements of a tensor with the plain parameter's shape, flat, in memory order."""
         whole = whole.detach() if self.cuts is None else take(whole.detach(), self.cuts)
         if self.stride is None:
             return memory_order(whole.contiguous())[self.start : self.stop]
@@ -135,12 +137,12 @@ class Range:
 
 
 class UnitView:
-    """One unit: what is gathered, computed and reduced together.
+    """One unit: modules that are gathered, computed and reduced together.
 
     Attributes:
-        name: As in traces and summaries.
-        parent: Name of the unit around it; ``None``: it is the root.
-        module_types: Class names of its modules; several where small neighbours travel together.
+        name: Name in traces and summaries.
+        parent: Name of the unit that encloses this one; ``None``: this is the root.
+        module_types: Class names of the unit's modules; several if small neighbours are merged.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -151,27 +153,27 @@ class UnitView:
 
     @property
     def state(self) -> str:
-        """``sharded``, ``unsharding`` (its gather is under way), ``unsharded``, ... (``engine.unit.State``)."""
+        """``sharded``, ``unsharding`` (the gather is running), ``unsharded``, ... (``engine.unit.State``)."""
         return str(self._unit.state)
 
     @property
     def is_gathered(self) -> bool:
-        """Whole parameters are there, or on their way."""
+        """Whether the unit is gathered, or its gather is running."""
         return self._unit.state is not State.SHARDED
 
     @property
     def shows_whole_parameters(self) -> bool:
-        """The modules hold whole parameters at this moment."""
+        """Whether the modules have unsharded parameters at this moment."""
         return self._unit.uses_unsharded
 
     @property
     def num_open_forwards(self) -> int:
-        """Forward calls that have begun and not ended, recomputations in backward among them."""
+        """Unfinished forward calls, including recomputations in backward."""
         return len(self._unit.calls.frames) + len(self._unit.calls.replays)
 
     @property
     def padded_numel(self) -> int:
-        """Elements that its gather moves in all, over all ranks."""
+        """Elements of the gathered buffers, padding included."""
         return sum(group.layout.numel for group in self._unit.groups)
 
 
@@ -182,7 +184,7 @@ class Probe:
         self._model = model
         self._engine = engine_of(model, "shardwise.testing.probe", on_shards=False)
 
-    # -- what there is
+    # -- units, parameters, settings
 
     @property
     def units(self) -> tuple[UnitView, ...]:
@@ -191,27 +193,27 @@ class Probe:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """Every parameter that the engine holds, unit by unit."""
+        """Every parameter of the engine, unit by unit."""
         return tuple(Shard(group, i) for group in self._engine.groups for i in range(len(group.shards)))
 
     @property
     def ignored(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that the engine leaves alone (``ParallelPlan.ignored``), by name."""
+        """The parameters that the engine ignores (``ParallelPlan.ignored``), by name."""
         return ignored_of(self._engine).parameters
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes of the mesh's axes that have several ranks (and of ``dp_replicate`` and ``dp_shard``), by name."""
+        """Sizes of the mesh's axes with several ranks, and of ``dp_replicate`` and ``dp_shard``, by name."""
         return self._engine.comms.sizes
 
     @property
     def shard_group_size(self) -> int:
-        """Ranks over which a unit is cut."""
+        """Number of ranks over which a unit is sharded."""
         return self._engine.comms.gather.size
 
     @property
     def reader(self) -> tuple[int, int]:
-        """The share of the samples that this rank reads, and of how many: ranks of one model read the same."""
+        """This rank's reader and the number of readers; ranks of one reader read the same samples."""
         return self._engine.comms.reader
 
     @property
@@ -226,12 +228,12 @@ class Probe:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Class names of what carries the collectives, one for each group of ranks and purpose."""
+        """Class names of the Comms, one for each group of ranks and purpose."""
         return tuple(type(comm).__name__ for comm in self._engine.comms)
 
     @property
     def unit_facts(self) -> dict[int, UnitFacts]:
-        """The facts of every unit for ``shardwise.spec``, by number, the root 0."""
+        """The facts of every unit for ``shardwise.spec``, by number; the root has number 0."""
         return unit_facts(self._engine)
 
     @property
@@ -242,22 +244,22 @@ class Probe:
     # -- values
 
     def extents(self) -> list[tuple[Extent, Tensor]]:
-        """This rank's parameters and buffers: their extents in the plain model, with live views."""
+        """Extents in the plain model of this rank's parameters and buffers, with live views."""
         return held_values(self._model).extents
 
     def owned_extents(self, *optimizers: torch.optim.Optimizer) -> list[tuple[Extent, Tensor]]:
-        """This rank's part of a checkpoint: over all ranks every element once.
+        """This rank's part of a checkpoint. Every element is in exactly one rank's part.
 
         Collective:
             With ``pp``, an all-gather of the names of buffers: all ranks must call.
         """
         return owned_extents(self._model) + optimizer_extents(self._model, optimizers)
 
-    # -- what is held
+    # -- memory
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """Names of the units whose whole parameters are there now, or on their way."""
+        """Names of the units that are gathered now, or whose gather is running."""
         return tuple(unit.name for unit in self.units if unit.is_gathered)
 
     @property
@@ -267,46 +269,46 @@ class Probe:
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """Names of the units whose gradients wait for their reduction, or the rest of it: not yet in ``.grad``."""
+        """Names of the units whose gradients are not (or not fully) reduced, and therefore not yet in ``.grad``."""
         groups = self._engine.groups
         return tuple(dict.fromkeys(group.unit.name for group in groups if group.gradient.is_local))
 
     @property
     def num_open_forwards(self) -> int:
-        """Forward calls of units that have begun and not ended."""
+        """Unfinished forward calls of units."""
         return self._engine.forward.num_frames
 
     @property
     def num_healed(self) -> int:
-        """Tensors saved for backward whose data had to be brought back so far."""
+        """Number of tensors saved for backward whose data had to be restored so far."""
         net = self._engine.extras.find(safety.SavedTensors)
         return 0 if net is None else net.num_healed
 
     @property
     def gathered_buffers(self) -> tuple[Tensor, ...]:
-        """The buffers that groups are gathered into. Each has memory while its unit is gathered."""
+        """The buffers into which groups are gathered. Each has memory while its unit is gathered."""
         return tuple(group.gathered for group in self._engine.groups if group.resident_buffer is None)
 
     @property
     def replicas(self) -> tuple[Tensor, ...]:
-        """The buffers of whole parameters that are never released."""
+        """The buffers of replicated parameters, which are never released."""
         return tuple(group.replica for group in self._engine.groups if group.replica is not None)
 
     @property
     def gradient_buffers(self) -> tuple[Tensor, ...]:
-        """The buffers in which gradients of groups are collected and reduced, with memory meanwhile."""
+        """The buffers in which gradients of groups are collected and reduced. They have memory only while in use."""
         buffers = (group.gradient.scratch for group in self._engine.groups)
         return tuple(buffer for buffer in buffers if buffer is not None)
 
     @property
     def receive_buffers(self) -> tuple[Tensor, ...]:
-        """The buffers in which sums are received, if the transport needs some (Gloo), without those in use now."""
+        """The free receive buffers of sums, if the transport needs such buffers (Gloo)."""
         scratches = (getattr(comm, "_scratch", None) for comm in self._engine.comms)
         return tuple(buffer for scratch in scratches if scratch is not None for buffer in scratch.free)
 
     @property
     def kept_shards(self) -> tuple[Tensor, ...]:
-        """The parameters that units keep between forward and backward (``reshard_after_forward=k``)."""
+        """The slices that units keep between forward and backward (``reshard_after_forward=k``)."""
         return tuple(
             tensor for group in self._engine.groups for kind, tensor in group.form.buffers() if kind == "gathered"
         )
@@ -318,33 +320,30 @@ class Probe:
         return tuple(store for store in stores if store is not None)
 
     def weak_references(self) -> list[weakref.ref[Any]]:
-        """Weak references to the engine's own objects and buffers: all are dead once model and probe are gone."""
+        """Weak references to the engine's objects and buffers; all are dead after model and probe are deleted."""
         engine = self._engine
         masters = (group.master for group in engine.groups)
         return [weakref.ref(held) for held in (engine, *engine.units, *engine.groups, *masters, *self.gathered_buffers)]
 
     def held_bytes(self, *optimizers: torch.optim.Optimizer) -> dict[str, int]:
-        """Bytes of this rank's storages now, by category, each storage once; gathered and reduced the most so far.
+        """Bytes of this rank's distinct storages by category: now, but the peaks of ``gathered`` and ``reduce``.
 
-        Returns:
-            ``parameters`` (what optimizers update, and what strategies keep whole), ``gradients`` (``.grad`` and sums
-            that wait), ``optimizer`` (of ``optimizers``), ``gathered``, ``reduce`` (buffers in which gradients
-            are collected and received) and ``host`` (of the first three, what is offloaded).
+        See :func:`shardwise.measure.storage.held_bytes` for the categories.
         """
         held, engine = held_bytes(self._engine, optimizers), self._engine
         held["gathered"] += engine.gathered.most - engine.gathered.live
         held["reduce"] += engine.gradients.most - engine.gradients.live
         return held
 
-    # -- what is sent
+    # -- communication
 
     @property
     def agreed_orders(self) -> dict[str, tuple[str, ...]]:
-        """The orders of units through the whole model, as this rank has come to know them.
+        """The agreed orders of units through the model, by name.
 
         Returns:
-            ``forward`` (of gathers in forwards that train), ``evaluation`` (in ``sw.eval_step``), ``other`` (in others)
-            and ``backward`` (of reductions); empty before the first.
+            ``forward`` (gathers in training forwards), ``evaluation`` (gathers in ``sw.eval_step``), ``other`` (gathers
+            in other forwards) and ``backward`` (reductions); each is empty before the first such pass.
         """
         names = [unit.name for unit in self._engine.units]
         ways = zip(("forward", "evaluation", "other", "backward"), self._engine.orders.all, strict=True)
@@ -356,8 +355,8 @@ class Probe:
         """The data-parallel collectives of the next step on this rank, by arithmetic from layouts and agreed orders.
 
         Args:
-            is_synchronising: Gradients are reduced in it (``sw.gradient_sync``).
-            is_first_of_window: It is the first microbatch since the parameters changed.
+            is_synchronising: The step reduces gradients (``sw.gradient_sync``).
+            is_first_of_window: The step has the first microbatch since the parameters changed.
         """
         return predict_trace(self._engine, is_synchronising=is_synchronising, is_first_of_window=is_first_of_window)
 
@@ -368,12 +367,12 @@ class Probe:
         is_first_of_window: bool = True,
         computation: Callable[[int], UnitSeconds] = lambda _unit: UnitSeconds(),
     ) -> Timeline:
-        """The same step as a timeline, from the moments at which the engine issues and waits; a collective takes 1 s.
+        """The simulated timeline of the same step; every collective takes 1 s.
 
         Args:
-            is_synchronising: As of :meth:`predicted_collectives`.
-            is_first_of_window: As of :meth:`predicted_collectives`.
-            computation: What a unit computes, and the collectives inside it, by the unit's number.
+            is_synchronising: See :meth:`predicted_collectives`.
+            is_first_of_window: See :meth:`predicted_collectives`.
+            computation: Seconds of a unit's computation and the collectives inside it, by the unit's number.
         """
         engine = self._engine
         return simulate_facts(
@@ -389,35 +388,35 @@ class Probe:
         )
 
     def predicted_bytes(self, *, num_microbatches: int | None = None) -> dict[str, int]:
-        """The arithmetic's values for :meth:`held_bytes` after a backward, with two state tensors of each parameter.
+        """The prediction of :meth:`held_bytes` after a backward, with two optimizer state tensors for each parameter.
 
         Args:
-            num_microbatches: Of a step, all but the last without reduction; ``None``: as many as there have been.
+            num_microbatches: Microbatches of a step, of which only the last reduces; ``None``: as in the steps so far.
         """
         return predict(self._engine, optimizer_tensors=2, num_microbatches=num_microbatches).as_dict()
 
     def free_gradients(self) -> None:
-        """Free what ``.grad`` lived in, as the next forward would, once gradients are zeroed."""
+        """Free the memory of ``.grad`` after gradients were zeroed, as the next forward would."""
         self._engine.free_gradients()
 
     @property
     def peak_microbatches(self) -> int:
-        """The most microbatches of a pipeline, counted once a stage, between forward and backward at a time."""
+        """Peak number of a pipeline's (microbatch, stage) pairs between forward and backward on this rank."""
         pipelined = pipelined_of(self._model)
         return 0 if pipelined is None else pipelined.peak_saved
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps that the engine has seen."""
+        """Number of optimizer steps that the engine has observed."""
         return self._engine.version
 
 
 def part_of(extent: Extent, whole: Tensor) -> Tensor:
-    """The elements of a plain model's tensor that an extent names, flat: of its slice, where it has cuts."""
+    """The flat elements of an extent, from a plain model's tensor."""
     held = take(whole.detach(), Slice(extent.shape, extent.cuts)) if extent.cuts else whole.detach()
     return memory_order(held)[extent.start : extent.stop]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
-    """An optimizer's state by parameter (:attr:`Shard.parameter`), also where it was given ``sw.flat_parameters``."""
+    """An optimizer's state by parameter (:attr:`Shard.parameter`), also of an optimizer of ``sw.flat_parameters``."""
     return states_by_name(optimizer)

@@ -1,8 +1,8 @@
-"""Run a function on N real processes and see what happened on each.
+"""Run a function on N real processes, and report the result or failure of each.
 
 ::
 
-    def body(scale):  # module level: it is found by name in every process
+    def body(scale):  # must be at module level, because every process finds it by name
         x = torch.ones(3) * scale
         torch.distributed.all_reduce(x)
         return x
@@ -10,14 +10,14 @@
 
     assert run_on_ranks(body, 2, 10.0)[0].tolist() == [20.0, 20.0, 20.0]
 
-The processes are forked from a server that has imported torch and shardwise already, so a call costs a fork and a
-rendezvous instead of an import of torch. Ranks meet through a file in a private directory; Gloo listens on loopback.
+Processes are forked from a server that has already imported torch and shardwise, so a call costs a fork and a
+rendezvous instead of an import of torch. The rendezvous is a file in a private directory; Gloo listens on loopback.
 
-Life of a rank, as its directory shows it (all files are written to a temporary name and renamed):
+Files in the directory of a call (results are written to a temporary name and renamed):
 
 ==================  ================================================================================
 ``out-R``           file descriptors 1 and 2 of rank R
-``outcome-R``       pickled :class:`_Outcome`: the result, or the traceback and when it was raised
+``outcome-R``       pickled :class:`_Outcome`: the result, or the traceback and the time of the error
 ``stacks-R``        Python stacks of every thread, written by faulthandler on SIGUSR1 (even inside a C call)
 ``progress-R``      last collective, written by a thread on request
 ==================  ================================================================================
@@ -51,16 +51,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.context import ForkServerProcess
 
-#: How long the other ranks may take to notice that one has failed.
+#: Seconds in which the other ranks must notice that one has failed.
 _GRACE_S = 5.0
-#: Time for a stuck rank to write its stacks.
+#: Seconds in which a stuck rank must write its stacks.
 _DUMP_S = 0.5
-#: Errors that a rank sees when a peer is gone: a consequence, not a cause.
+#: Texts of errors that a rank raises when it has lost a peer: a consequence, not a cause.
 _SECONDARY = (*PEER_LOST_TEXTS, "peer is gone", "failed to connect")
 _OUTPUT_TAIL = 4000
 
 
-#: Chooses one of ``testing.transports``.
+#: Environment variable that chooses one of ``testing.transports``.
 _TRANSPORT = "SHARDWISE_TRANSPORT"
 
 
@@ -68,7 +68,7 @@ class RankFailure(AssertionError):  # noqa: N818 - named for what happened; it i
     """At least one rank failed. The message shows the rank that failed first, then the others.
 
     Attributes:
-        rank: The rank that is the root cause.
+        rank: The rank that failed first, the root cause.
         causes: One line for every rank that failed, by rank.
         tracebacks: The traceback of every rank that raised, by rank.
         timed_out: Whether the time limit ended the run.
@@ -86,7 +86,7 @@ class RankFailure(AssertionError):  # noqa: N818 - named for what happened; it i
 
 @dataclasses.dataclass
 class _Job:
-    """The call as a rank gets it."""
+    """The call and settings that a rank receives."""
 
     rank: int
     world_size: int
@@ -126,20 +126,20 @@ def run_on_ranks(
 
     Args:
         fn: A module-level function. It can read its rank from ``torch.distributed.get_rank()`` or ``os.environ``
-            (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE are set; the other variables are the caller's). Warnings are
-            to it what they are to the caller.
+            (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE are set; the other variables are the caller's). The caller's
+            warning filters apply.
         world_size: Number of processes.
         *args: Arguments, the same on every rank; pickled.
         timeout_s: Wall-clock limit for the whole call.
         process_group: Initialize the default group before ``fn`` and destroy it afterwards.
-        device: ``pretended``: the function runs on a pretended GPU, and the rank fails with a ``StreamError`` where
-            streams are not ordered (``shardwise.testing.streams``); ``own``: on whatever this machine has.
+        device: ``pretended``: run on a pretended GPU, and fail with a ``StreamError`` if streams are not ordered
+            (``shardwise.testing.streams``); ``own``: run on the machine's own devices.
 
     Returns:
-        What ``fn`` returned on each rank, in rank order. Results travel pickled, so tensors are copies.
+        The results of ``fn`` in rank order. They are pickled, so tensors are copies.
 
     Raises:
-        RankFailure: A rank raised, died, or did not come back in time. No process is left behind in any case.
+        RankFailure: A rank raised, died, or did not return in time. All processes are ended in any case.
     """
     if device not in {"own", "pretended"}:
         raise ValueError(f"device={device!r}: expected 'own' or 'pretended'.\n  Leave it out for this machine's own.")
@@ -193,7 +193,7 @@ class _Run:
             self.requests.append(theirs)
 
     def wait(self) -> None:
-        """Wait for all ranks; give up at the time limit, or some seconds after a rank has failed."""
+        """Wait for all ranks, until the time limit or until some seconds after a rank has failed."""
         deadline = time.monotonic() + self.timeout_s
         pending = dict(enumerate(self.processes))
         failed = False
@@ -220,13 +220,13 @@ class _Run:
             with contextlib.suppress(OSError):
                 self.requests[rank].send("progress")
             pid = self.processes[rank].pid
-            if pid is not None and (self.directory / f"stacks-{rank}").exists():  # else no handler yet: it would die
+            if pid is not None and (self.directory / f"stacks-{rank}").exists():  # else SIGUSR1 would kill the rank
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
         time.sleep(_DUMP_S)
 
     def kill(self) -> None:
-        """Kill every rank with all that it started: each rank leads a process group of its own."""
+        """Kill every rank and all processes that it started: each rank leads a separate process group."""
         for process in self.processes:
             if process.pid is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -247,7 +247,7 @@ class _Run:
             return None
 
     def show_output(self) -> None:
-        """Repeat the output of the ranks on this process's stdout, where pytest captures it."""
+        """Write the output of the ranks to this process's stdout, where pytest captures it."""
         for rank in range(self.world_size):
             text = self._text(f"out-{rank}")
             if text.strip():
@@ -262,7 +262,7 @@ class _Run:
 
     def _failure(self, outcomes: list[_Outcome | None]) -> RankFailure:
         causes: dict[int, str] = {}
-        order: dict[int, tuple[int, float]] = {}  # the cause comes first: died, raised, lost a peer, did not come back
+        order: dict[int, tuple[int, float]] = {}  # likely causes first: died, raised, lost a peer, did not return
         for rank, outcome in enumerate(outcomes):
             if rank in self.stuck:
                 causes[rank], order[rank] = "did not come back", (3, 0.0)
@@ -309,7 +309,7 @@ class _Run:
 
 
 def _without_harness(stacks: str) -> str:
-    """The stacks of faulthandler without the frames of this module and of multiprocessing."""
+    """The stacks of faulthandler, without frames of this module and of multiprocessing."""
     lines = [line for line in stacks.splitlines() if __file__ not in line and "/multiprocessing/" not in line]
     return "\n".join(line for line in lines if line != '  File "<string>", line 1 in <module>')
 
@@ -321,11 +321,11 @@ def _exit_text(code: int | None) -> str:
 
 
 def _fork_server() -> Any:
-    """The fork server's context. The server is started once per process, by the first call."""
+    """The context of the fork server, which the first call in a process starts."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["shardwise.testing.preload"])
     kept = dict(os.environ)
-    os.environ.update(_SERVER_ENVIRONMENT)  # thread pools read these when they are loaded, which is in the server
+    os.environ.update(_SERVER_ENVIRONMENT)  # thread pools read these when they are loaded, in the server
     try:
         from multiprocessing import forkserver
 
@@ -342,13 +342,13 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-#: Of the fork server alone. What asks for a GPU when it is imported asks NVML: no fork of a process that has asked CUDA
-#: can use it.
+#: Environment of the fork server. Modules that look for a GPU during import use NVML, because forks of a process that
+#: has initialized CUDA cannot use CUDA.
 _SERVER_ENVIRONMENT = {**_ENVIRONMENT, "SHARDWISE_TESTING_PRELOAD": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def _rank_main(job: _Job, requests: connection.Connection) -> None:
-    """The whole life of a rank."""
+    """The main function of a rank's process."""
     os.setsid()
     directory = Path(job.directory)
     out = os.open(directory / f"out-{job.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -389,9 +389,9 @@ def _call(job: _Job) -> Any:
     from torch import distributed
 
     torch.set_num_threads(1)
-    # An error for pytest is an error in its ranks. The type says Sequence; it is the list that warnings works on.
+    # Warnings that are errors in pytest are errors in ranks too. The declared type is Sequence, but it is a list.
     warnings.filters[:] = job.warning_filters  # pyrefly: ignore[unsupported-operation]
-    warnings.simplefilter("default", append=True)  # what makes the assignment known
+    warnings.simplefilter("default", append=True)  # makes the assignment take effect
     fn, args = pickle.loads(job.call)
     if job.device == "pretended":
         fn = _on_pretended_device(fn)
@@ -406,9 +406,9 @@ def _call(job: _Job) -> Any:
         store=distributed.FileStore(str(Path(job.directory) / "rendezvous"), job.world_size),
         rank=job.rank,
         world_size=job.world_size,
-        timeout=dt.timedelta(seconds=job.timeout_s + 30),  # the harness gives up first, and says more
+        timeout=dt.timedelta(seconds=job.timeout_s + 30),  # run_on_ranks ends the run first, with a better message
     )
-    distributed.barrier()  # a rank that leaves at once must not look lost to one that still connects
+    distributed.barrier()  # so that a rank that exits at once does not look lost to one that still connects
     try:
         return fn(*args)
     finally:
@@ -417,7 +417,7 @@ def _call(job: _Job) -> Any:
 
 
 def _on_pretended_device(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with its streams checked when it has returned."""
+    """Wrap the function in a pretended GPU, and check the order of streams after it returns."""
 
     def run(*args: Any) -> Any:
         from shardwise.testing.streams import pretended_cuda
@@ -431,9 +431,9 @@ def _on_pretended_device(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _answer(requests: connection.Connection, directory: Path, rank: int) -> None:
-    """Write the last collective to a file when the parent asks; end this rank when the parent is gone.
+    """Write the last collective to a file when the parent asks, and end this rank when the parent is gone.
 
-    Runs in a thread, as the main thread may be waiting for a peer.
+    Runs in a thread, because the main thread may be waiting for a peer.
     """
     try:
         requests.recv()

@@ -1,17 +1,17 @@
-"""Two transports for tests, which show on the CPU what goes wrong on NCCL only.
+"""Two transports for tests that reveal on the CPU faults which otherwise appear only with NCCL.
 
 The variable ``SHARDWISE_TRANSPORT`` chooses one of them for every Comm over Gloo of ranks that ``run_on_ranks`` starts:
 
 =================  ===================================================================================================
-``in-order``       A Comm is a queue, as an NCCL stream is. A collective begins when all that were issued before it
-                   are done, and a send is done when the other rank has begun to receive it. Ranks that both receive
-                   first and send afterwards wait for each other for ever.
+``in-order``       A Comm is a queue, like an NCCL stream. A collective begins when all collectives that were issued
+                   before it have ended, and a send ends when the other rank has begun to receive it. Two ranks that
+                   both receive first and send afterwards deadlock.
 ``early-free``     A collective reads its buffers as late as possible and writes its result when its handle is waited
-                   for. It holds no tensor itself, as NCCL holds none: where memory was freed before the wait (CUDA's
-                   allocator may have given it to another tensor by then), NaN is sent.
+                   for. Like NCCL it has no references to tensors. If memory was freed before the wait (when CUDA's
+                   allocator may have given it to another tensor), NaN is sent.
 =================  ===================================================================================================
 
-Both are slow, and neither tells ranks that disagree, as the plain transport does.
+Both are slow, and unlike the plain transport neither detects ranks that issue different collectives.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ TRANSPORT = "SHARDWISE_TRANSPORT"
 
 
 def install() -> None:
-    """Make this process use the transport that the variable names, if any."""
+    """Use the transport that the environment variable names, if any, in this process."""
     name = os.environ.get(TRANSPORT)
     if name:
 
         def on_host(*args: Any, watch: object, **kwargs: Any) -> Comm:
-            del watch  # neither transport tells ranks that disagree
+            del watch  # neither transport detects ranks that issue different collectives
             return debugged(GlooComm(*args, **kwargs), name)
 
         axes.transport = dataclasses.replace(axes.transport, on_host=on_host)
 
 
 def debugged(comm: Comm, name: str) -> Comm:
-    """``comm`` as the transport ``name`` of this module."""
+    """Wrap ``comm`` in the transport ``name`` of this module."""
     transports = {"in-order": InOrder, "early-free": EarlyFree}
     if name not in transports:
         raise ConfigError(
@@ -63,7 +63,7 @@ def debugged(comm: Comm, name: str) -> Comm:
 
 
 def _given_on(name: str) -> Callable[..., Handle]:
-    """The method ``name`` of a transport that hands the call to :meth:`_Debug._issue`."""
+    """A method ``name`` that passes its call to :meth:`_Debug._issue`."""
 
     def method(self: _Debug, *args: Any) -> Handle:
         return self._issue(name, args)
@@ -72,7 +72,7 @@ def _given_on(name: str) -> Callable[..., Handle]:
 
 
 class _Debug(Wrapper):
-    """Gives every collective to another Comm, at a moment that the subclass chooses."""
+    """Passes every collective to another Comm, at a time that the subclass chooses."""
 
     @abstractmethod
     def _issue(self, name: str, args: tuple[Any, ...]) -> Handle:
@@ -92,7 +92,7 @@ class _Debug(Wrapper):
 
 
 class InOrder(_Debug):
-    """A queue of collectives, which a thread runs one after the other, as a GPU runs a stream."""
+    """A queue of collectives that a thread runs one after the other, like a GPU's stream."""
 
     is_in_order = True
 
@@ -106,7 +106,7 @@ class InOrder(_Debug):
         inner, is_inference = self._inner, torch.is_inference_mode_enabled()
 
         def run() -> None:
-            # torch's state that belongs to a thread is that of the issuing thread.
+            # Use the issuing thread's state of torch, which is separate in each thread.
             with torch.inference_mode(is_inference), torch.no_grad():
                 getattr(inner, name)(*args).wait()
 
@@ -131,7 +131,7 @@ class _Queued(Handle):
 
     def wait(self) -> None:
         self._is_done.wait()
-        self._run = None  # with all tensors that it holds
+        self._run = None  # drops the references to tensors
         if self._error is not None:
             raise self._error
 
@@ -139,17 +139,17 @@ class _Queued(Handle):
 def _work_off(handles: queue.SimpleQueue[_Queued | None]) -> None:
     while (handle := handles.get()) is not None:
         handle.run()
-        del handle  # its tensors must not stay alive until the next one comes
+        del handle  # else its tensors would stay alive until the next handle arrives
 
 
 # -- early free
 
 
 class EarlyFree(_Debug):
-    """Collectives that know their buffers by address only, and begin when any handle is waited for.
+    """Collectives that have weak references to their buffers, and begin when any handle is waited for.
 
     Attributes:
-        holds: A handle holds the tensors that it moves until it has been waited for, as the contract of Comm says.
+        holds: A handle has references to its tensors until it has been waited for, as the contract of Comm requires.
     """
 
     holds: ClassVar[bool] = True
@@ -178,7 +178,7 @@ class _Place:
         return torch.empty(0, dtype=self._dtype).set_(storage, self._offset, self._shape, self._stride)
 
     def copy(self) -> Tensor:
-        """A copy of the content now; NaN (the largest value of an integer dtype) where the memory was freed."""
+        """A copy of the current content; NaN (or the largest value of an integer dtype) if the memory was freed."""
         found = self.find()
         if found is not None:
             return found.clone()
@@ -188,7 +188,7 @@ class _Place:
 
 
 class _Collective:
-    """One collective, issued but perhaps not begun."""
+    """An issued collective, which may not have begun."""
 
     def __init__(self, inner: Comm, name: str, args: Any) -> None:
         self._inner, self._name, self._args = inner, name, args
@@ -235,8 +235,8 @@ class _Collective:
             found.copy_(result)
 
 
-#: The thread in which collectives begin and are waited for, unseen by modes of the calling thread (inference mode, a
-#: mode that records computations for a checkpoint).
+#: The thread in which collectives begin and are waited for, so that modes of the calling thread do not affect them
+#: (inference mode, or a mode that records operations for recomputation).
 _elsewhere = ThreadPoolExecutor(max_workers=1, thread_name_prefix="early-free")
 
 #: Collectives of all Comms of this process that were issued and have not begun.
@@ -244,7 +244,7 @@ _issued: deque[_Collective] = deque()
 
 
 def _begin_all() -> None:
-    """Begin every issued collective: the peer of one wait may wait for any other."""
+    """Begin every issued collective, because a peer may wait for any of them."""
     while _issued:
         _issued.popleft().begin()
 
@@ -266,7 +266,7 @@ class _Freeing(Handle):
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with the function's results in the place of tensors and of places."""
+    """Replace tensors and places in a nested ``value`` by the function's results."""
     if isinstance(value, Tensor | _Place):
         return function(value)
     if isinstance(value, list | tuple):
