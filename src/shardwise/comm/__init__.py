@@ -1,1 +1,1 @@
-"""The only door to torch.distributed: processes, process groups, collectives."""
+"""Communication between ranks: the only package that issues collectives of torch.distributed."""

@@ -14,9 +14,9 @@ moment                          what happens
 forward reaches the unit        ``hooks`` calls ``Engine.before_forward``: the all-gather is issued, unless a prefetch
                                 has done so. The all-gather of the next unit in the agreed order is issued (the
                                 prefetch). The first is waited for, and the modules get the full parameters
-forward has left the unit       ``Engine.after_forward`` hangs a *ticket*, a hook, on each output. The unit is released
-                                when forward enters another one; the root and the last unit of the order are kept for
-                                backward, unless the plan says otherwise
+forward has left the unit       ``Engine.after_forward`` attaches a *ticket*, a hook, to each output. The unit is
+                                released when forward enters another one; the root and the last unit of the order are
+                                kept for backward, unless the plan says otherwise
 backward reaches the unit       the ticket calls ``Engine.pre_backward``: the unit is gathered again, and the next one
                                 of the backward's order is prefetched
 backward enters another unit    ``Engine.post_backward``: the gradients are copied into a flat buffer
@@ -36,25 +36,26 @@ backwards follow one another (an ``attach.Step``).
 
 Where to read: ``unit`` and ``group`` (the data), ``gradient`` (a table of its states), ``engine`` (the moments),
 ``spec.order`` and ``order`` (which unit is next), ``hooks`` (the hooks that torch calls), ``attach`` (optional
-features), ``build`` (from modules to units to an engine).
+features), ``build`` (construction of units and the engine).
 
 [Note: Streams and lifetimes]
 
-On CUDA the engine itself uses one stream, the one that the model computes on. Each ``Comm`` has a stream of its own: a
-collective starts after everything that the compute stream had been given when it was issued, and ``Handle.wait`` makes
-the compute stream wait for it; the host does not wait. Copies from and to the host have two more streams
-(``storage.host``). From this follows who may free or overwrite what:
+On CUDA the engine itself uses one stream, on which the model computes. Each ``Comm`` has a separate stream. A
+collective starts after everything that was enqueued on the compute stream when it was issued, and ``Handle.wait`` makes
+the compute stream wait for it; the host does not wait. Copies from and to the host use two more streams
+(``storage.host``). These are the rules for freeing and overwriting memory:
 
 * A handle keeps the tensors that it moves until it has been waited for. The code that issues a collective keeps the
   handle and waits for it, on every path, also after an exception and when the model is deleted (``Engine.__del__``).
-* A gathered buffer belongs to its group alone. What autograd saved of it in forward finds its data there again in
+* A gathered buffer belongs to its group alone. Tensors that autograd saved from it in forward have their data again in
   backward. The memory is allocated when the gather is issued, on the compute stream, and freed there when forward or
-  backward has left the unit: torch's allocator gives it out again on that stream, after the computation that read it.
+  backward has left the unit: torch's allocator reuses it on that stream, after the computation that read it.
 * A gradient buffer belongs to its group too. It is allocated with the first gradient (``Gradient.collect``) and freed
   by ``Gradient.finish``, that is, after its reduction has been waited for; on a replicate mesh, as soon as the sum has
-  left it. When as many as the plan allows are in use, the oldest reduction is finished first (``GradientMemory``).
-* ``.grad`` lives in memory of the group (``gradient.GradientStorage``), from the first reduction to the forward after
-  ``zero_grad()``.
+  been copied out of it. When as many as the plan allows are in use, the oldest reduction is finished first
+  (``GradientMemory``).
+* ``.grad`` is stored in memory of the group (``gradient.GradientStorage``), from the first reduction to the forward
+  after ``zero_grad()``.
 
 [Note: Agreed order]
 
@@ -73,7 +74,7 @@ gather together run the same units in them. ADR 6 says why.
 [Note: Missing gradients]
 
 A parameter that no rank used must keep ``.grad`` at ``None``; one that only another rank used must get that rank's
-gradient. So gradients travel with one flag for each parameter of a slice, in the same message (``spec.layout``'s
+gradient. So gradients are sent with one flag for each parameter of a slice, in the same message (``spec.layout``'s
 ``ReduceLayout``, ADR 5). For a parameter without a gradient this rank sends -0.0, the one number that changes nothing
 when it is added. Only where this rank used less than all parameters are the flags read, once, at the end of backward
 (``gradient.read_unused_flags``). Otherwise the host waits for nothing, except for a second reduction of one unit in one

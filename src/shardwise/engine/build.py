@@ -46,7 +46,7 @@ class Kind:
 
 @dataclass
 class OwnedParameter:
-    """A parameter and every place in the model that uses it."""
+    """A parameter, its names, and every module attribute that refers to it."""
 
     parameter: nn.Parameter
     names: list[str] = field(default_factory=list)
@@ -151,7 +151,7 @@ def make_unit(
     for owning in unit.members:
         for entry in owned[owning.path]:
             for user, path, attribute in entry.uses:
-                # A parameter may be tied to one of another member (sw.fully_shard of a list).
+                # A tied parameter may be used in another member than its owner (sw.fully_shard of a list).
                 member = next((other for other in unit.members if is_below(path, other.path)), owning)
                 owner = owners[member].setdefault(id(user), Owner(user, path, {}))
                 owner.shards[attribute] = entry.parameter
@@ -219,7 +219,7 @@ def _relate(units: Sequence[Unit]) -> None:
 
 
 def _give_buffers(engine: Engine, unit: Unit) -> None:
-    """Make the tensors that a unit computes with, and prepare its gathers and reductions."""
+    """Make the full parameters of a unit, and prepare its gathers and reductions."""
     for group in unit.groups:
         group.comms = engine.comms.of(group.layout.params[0].slice)  # each call of sw.fully_shard opened separate ones
         group.make_unsharded()

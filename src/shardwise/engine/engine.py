@@ -95,7 +95,7 @@ class Engine:
 
         The wait ends because running peers issue the same collectives. If they do not, the stall watch ends it.
         """
-        if is_finalizing():  # an argument: at the interpreter's end the module's names are None
+        if is_finalizing():  # an argument, because module globals are None at interpreter exit
             return
         handles = [handle for unit in self.units for handle in unit.handles]
         for handle in [*handles, *(entry[2] for entry in self.reducing)]:
@@ -186,7 +186,7 @@ class Engine:
                 attach_tickets(lambda: self._ticket(unit, path or member.path, is_counted=False), output, since)
             return
         if not calls.frames or (output is None and threading.get_ident() != forward.thread):
-            return  # before_forward refused this call
+            return  # before_forward has raised
         end(calls.labels)
         since = calls.frames.pop()
         forward.num_frames -= 1

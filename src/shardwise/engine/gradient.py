@@ -109,7 +109,7 @@ class GradientStorage:
         plain: The same views as plain tensors.
         as_part: Wraps a gradient (of a shard) whose other parts are on other ranks, so that it refuses norms.
         is_apart: Whether ``.grad`` is never part of the buffer that is reduced.
-        full: The full-size gradient buffer of which ``.grad`` is a part; ``None``: ``.grad`` is a separate allocation.
+        full: The full-size gradient buffer, unless it is pooled. ``.grad`` is a part of it, except with ``is_apart``.
         flats: Views over several parameters: ``.grad`` of flat parameters.
         is_lent: Whether ``.grad`` exists for one update only (the optimizer steps inside backward).
     """
@@ -223,7 +223,7 @@ class Gradient:
     Attributes:
         layout: Flat layout of the full-size buffer.
         storage: Memory of ``.grad``.
-        is_pooled: Whether the full-size buffer has memory only during a backward. Otherwise ``.grad`` is part of it.
+        is_pooled: Whether the full-size buffer has memory only during a backward. Otherwise :attr:`storage` owns it.
         result: Receives the sum that is under way.
         has_added: Whether a reduced gradient was ever added to a ``.grad`` of an earlier backward.
     """
@@ -251,7 +251,7 @@ class Gradient:
         self.result: Tensor | None = None
         self._partial: Tensor | None = None  # summed over dp_shard by earlier microbatches, not over dp_replicate yet
         self.partial_store: Tensor | None = None  # memory of ``_partial`` if that is not in the memory of ``.grad``
-        self._maybe_unused: list[int] = []  # parameters of which only the flags in ``storage`` tell if a rank used them
+        self._maybe_unused: list[int] = []  # parameters whose use is known only from the flags in ``storage``
         self._is_borrowing = False
         self.has_added = False
 
@@ -602,7 +602,7 @@ class Gradient:
                 self.group.shards[index].grad = self.storage.views[index]
         self._maybe_unused = []
 
-    # -- .grad in borrowed buffers
+    # -- dropping gradients
 
     def release_storage(self, memory: GradientMemory) -> None:
         """Set ``.grad`` of the shards to ``None`` and free its memory (after :meth:`GradientStorage.lend`)."""

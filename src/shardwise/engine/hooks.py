@@ -168,7 +168,7 @@ class EndOfBackward:
         """Notify the engine that backward has ended."""
         tell = self._tell()
         if tell is not None:
-            with torch.no_grad():  # torch runs callbacks in the grad mode of the caller of backward
+            with torch.no_grad():  # torch restores the caller's grad mode before it runs callbacks
                 tell()
 
 

@@ -1,1 +1,1 @@
-"""Model parallelism: ways to divide a model over ranks besides those of its data."""
+"""Model parallelism: tensor, pipeline, context and expert parallelism, and row-sharded embeddings."""

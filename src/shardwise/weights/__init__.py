@@ -1,1 +1,1 @@
-"""Logical tensors in and out (``state``), and first values (``init``)."""
+"""Full tensors in and out (``state``), and initialization (``init``)."""

@@ -1,1 +1,1 @@
-"""Features that attach to the engine: precision, recomputation, the update inside backward, safety, ..."""
+"""Features that attach to the engine: precision, recomputation, activation offloading, pipeline steps, safety, ..."""

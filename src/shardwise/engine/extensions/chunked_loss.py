@@ -110,7 +110,7 @@ def chunk_cross_entropy(model: nn.Module) -> nn.Module:
             f"{type(plain).__name__} cannot compute its loss in chunks: {reason}.\n  Leave the option out."
         )
     _install(plain, head, "labels")
-    plain.__dict__["_loss_function"] = _pass_on  # what the property of that name reads
+    plain.__dict__["_loss_function"] = _pass_on  # read by the property ``loss_function``
     return model
 
 

@@ -47,7 +47,7 @@ _RESIZE = (
 #: Methods that make new weights from those in the modules: what to do instead, and whether ``sw.full_parameters`` is
 #: enough for them.
 _REBUILDS: dict[str, tuple[str, bool]] = {
-    "resize_token_embeddings": (_RESIZE, False),  # transformers; the others peft
+    "resize_token_embeddings": (_RESIZE, False),  # of transformers; the others are of peft
     "merge_and_unload": (_MERGES, True),
     "merge_adapter": (_MERGES, True),
     "unmerge_adapter": (_MERGES, True),

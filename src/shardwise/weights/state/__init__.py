@@ -1,1 +1,1 @@
-"""Logical tensors in and out: whole state dicts, ranges for checkpoints, whole parameters, optimizer state."""
+"""Full tensors in and out: state dicts, ranges for checkpoints, full parameters, optimizer state."""

@@ -75,7 +75,7 @@ def owned_pieces(engine: Engine, group: Group) -> list[Piece]:
 
 
 def gathered_pieces(engine: Engine, group: Group) -> list[Piece]:
-    """Return the pieces that this rank sends in a gather: every element once; none if rank 0 has all of them."""
+    """Return the pieces that this rank contributes to a gather: every element once, of replicas those of rank 0."""
     if group.row.shards_optimizer:
         return owned_pieces(engine, group)
     pieces = group.layout.whole if group.comms.control.rank == 0 else ()

@@ -352,7 +352,7 @@ class OptimizerState:
             wrapped = {key: tensor for key, tensor, is_inner in _tensors(state, held.view) if is_inner}
         for key, extent in stored.items():
             target = wrapped.get(key)
-            if target is None and key.rpartition(".")[0] not in state:  # else it is a subclass here and was plain there
+            if target is None and key.rpartition(".")[0] not in state:  # else plain here, a subclass there
                 target = state[key] if key in state else _room_for(extent, held)
                 if target is not None:
                     state[key] = target
