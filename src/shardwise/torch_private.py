@@ -91,10 +91,7 @@ grad: Any = torch._C.TensorBase.grad
 
 @functools.cache
 def is_pointwise(name: str) -> bool:
-    """Whether every operator of ``aten`` of this name that takes and returns tensors is tagged as element-wise.
-
-    Operators have no public schema.
-    """
+    """Whether all ``aten`` operators of this name on tensors are tagged as element-wise; there is no public schema."""
     packet = getattr(torch.ops.aten, name, None)
     found = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
     found = [op for op in found if "Tensor" in str(op._schema) and not any(a.is_out for a in op._schema.arguments)]

@@ -56,7 +56,6 @@ class Engine:
         gathered: Counts the bytes of gathered parameters.
         num_wrong_prefetches: Gathers so far of units that this rank then did not run.
         reducing: Reductions under way, oldest first: unit, group and the handle to wait for.
-        orders: The agreed orders.
         epoch: Number of times that gathered buffers became out of date: an outermost forward that gathers again, or
             ``unshard_now``.
         version: Number of updates of the parameters. The backward of a call that ran before the newest update of its
@@ -274,9 +273,7 @@ class Engine:
     def interrupt(self, *, has_gradients: bool, had_sums: bool) -> None:
         """Close a window that an exception has ended; the next call drops its remains (:meth:`recover`).
 
-        Args:
-            has_gradients: Whether some of its backwards have collected gradients.
-            had_sums: Whether sums of earlier windows were waiting when it began.
+        ``had_sums``: sums of earlier windows were waiting when it began.
         """
         self.window.close()
         for unit in self.units:
@@ -530,11 +527,7 @@ class Engine:
         parameter.grad = grad
 
     def _come_to(self, unit: Unit) -> None:
-        """Enter ``unit`` in a backward that no ticket has announced.
-
-        It gets a place in the order of units, as if it had been called, so that peers that do not use the parameter
-        take part.
-        """
+        """Enter ``unit`` in a backward without a ticket; it gets a place in the order, so that all peers take part."""
         backward = self.backward
         if backward.is_under_way and backward.end is not None and backward.end() is None:
             self.recover()
@@ -698,8 +691,7 @@ class Engine:
     def wait_for_reductions(self, *, keep: int = 0) -> None:
         """Start the next phase of every reduction under way, oldest first; finish those that have no further phase.
 
-        Args:
-            keep: Number of units, the newest ones, whose reductions are left alone.
+        The ``keep`` newest units are left alone.
         """
         kept: set[Unit] = set()
         for unit, _, _ in reversed(self.reducing):
@@ -766,10 +758,7 @@ class Engine:
             tell(self)
 
     def _finish_strays(self) -> None:
-        """Reduce gradients that no ticket announced, and sums of earlier microbatches that still wait.
-
-        A gradient comes without a ticket where a value left its unit without passing through the unit's outputs.
-        """
+        """Reduce waiting sums, and gradients without a ticket: of values that left a unit other than by its outputs."""
         generation = self.backward.generation
         for unit in self.units:
             trained = [group for group in unit.groups if group.wants_gradients]
@@ -898,11 +887,7 @@ class Engine:
             wait()
 
     def invalidate(self, changed: frozenset[int] | None = None) -> None:
-        """Mark gathered buffers as out of date: the masters of shards have been written.
-
-        Args:
-            changed: Identities (``id``) of these shards; ``None``: all.
-        """
+        """Mark gathered buffers as out of date: the masters of these shards (``id``; ``None``: all) were written."""
         self.leave_interrupted()
         self.window.close()
         self.version += 1

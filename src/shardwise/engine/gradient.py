@@ -353,10 +353,7 @@ class Gradient:
         self._shown.clear()
 
     def local_views(self, index: int, memory: GradientMemory) -> list[Tensor]:
-        """Return this rank's gradient of one parameter as views of the flat buffer (:meth:`parts`), to be changed.
-
-        If there is no gradient yet, it becomes -0.0.
-        """
+        """Return this rank's gradient of a parameter as views (:meth:`parts`) to be changed; -0.0 if there is none."""
         self.collect(memory)
         views = self._begin(memory).by_param[index]
         if not self._written[index]:

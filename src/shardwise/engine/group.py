@@ -128,7 +128,6 @@ class Group:
     """Buffers and moves of one group on this rank.
 
     Attributes:
-        unit: The unit.
         facts: Layout, placements and dtypes of the group.
         form: The way in which it is stored and moved.
         comms: Comms over the ranks that hold the same parameters.
@@ -140,7 +139,6 @@ class Group:
         replica: The gathered buffer, where parameters are replicated.
         held: The piece of each parameter that the master holds.
         views: One view of the master for each parameter.
-        gathered: The gathered buffer.
         is_allocated: Whether the gathered buffer has memory.
         is_standing: Whether the gathered buffer has memory permanently.
         is_resident: Whether parameters are replicated, so that the full ones are never released.

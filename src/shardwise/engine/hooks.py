@@ -81,11 +81,7 @@ def attach_tickets(make: Callable[[], Ticket], output: object, since: int) -> No
     An input that a module returns unchanged gets no ticket, because that would fire much later, in the backward of the
     module that computed the tensor. Where a unit returns the output of an enclosed unit, the ticket of the outer unit
     fires first: backward enters units from the outside in, and the order begins with the same unit for every loss.
-
-    Args:
-        make: Makes the ticket.
-        output: Output of the call.
-        since: Autograd's sequence number at the start of the call.
+    ``since`` is autograd's sequence number at the start of the call.
     """
     ticket: Ticket | None = None
     for tensor in trained_in(output):

@@ -50,12 +50,7 @@ def find(
 ) -> dict[str, nn.Module]:
     """Return the modules of ``model`` that ``policy`` offloads, by name.
 
-    Args:
-        model: The model.
-        units: The units of the model by name.
-        policy: The plan's policy.
-        recomputed: Names of the modules that backward runs again. Such a module is offloaded in place of the units
-            inside it, which save nothing.
+    A module in ``recomputed``, which backward runs again, is offloaded in place of the units inside it.
 
     Raises:
         PlanError: There are none, or one is inside another or inside a recomputed module.

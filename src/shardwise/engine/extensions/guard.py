@@ -110,10 +110,7 @@ def _guard_shards(engine: Engine) -> None:
 
 
 def _refuse_hooks(engine: Engine) -> None:
-    """Make the parameters refuse hooks on gradients.
-
-    They would never run, because autograd sees the full parameters.
-    """
+    """Make the parameters refuse hooks on gradients, which would never run: autograd sees the full parameters."""
     for group in engine.groups:
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
             for name in ("register_hook", "register_post_accumulate_grad_hook"):

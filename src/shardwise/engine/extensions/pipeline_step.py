@@ -81,11 +81,7 @@ class PipelineStep(Step):
 
     @torch.no_grad()
     def end(self, stage: int, compute: Callable[[Sequence[Tensor]], None] | None = None) -> None:
-        """Reduce the remaining units of ``stage`` after its last backward.
-
-        Args:
-            stage: Number of the stage.
-            compute: Computes deferred weight gradients of the given full parameters.
+        """Reduce the remaining units of ``stage`` after its last backward; ``compute`` adds deferred weight gradients.
 
         Collective:
             As :meth:`Engine.reduce`; nothing if this step does not synchronize.
@@ -238,12 +234,8 @@ def _is_whole(unit: Unit) -> bool:
 def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]], comm: Comm) -> None:
     """Add up the local gradients of parameters over the ranks that hold a copy, before they are reduced.
 
-    Every copy gets the same sum, in rank order, so that copies stay bitwise equal.
-
-    Args:
-        engine: The engine.
-        copies: For each parameter, the ranks of ``comm`` that hold a copy.
-        comm: Comm over the stages.
+    Every copy gets the same sum, in rank order, so that copies stay bitwise equal. ``copies`` has, for each parameter,
+    the ranks of ``comm`` with a copy.
 
     Collective:
         Every rank of a parameter sends the full gradient to every other one.

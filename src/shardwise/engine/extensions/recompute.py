@@ -31,11 +31,7 @@ _ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextMana
 
 
 def find(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePolicy | None) -> dict[str, nn.Module]:
-    """Return the modules of ``model`` that ``policy`` recomputes, by name.
-
-    Raises:
-        PlanError: The policy does not fit the model.
-    """
+    """Return the modules of ``model`` that ``policy`` recomputes, by name."""
     if policy is None:
         return {}
     found = choose_modules(model, units, policy.modules, policy.every, field="activation_checkpointing")
@@ -136,10 +132,7 @@ def _has_buffers(module: nn.Module) -> bool:
 
 
 def _without_caches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments without transformers' key-value caches, which a recomputation would fill again.
-
-    The checkpointing of transformers removes them too.
-    """
+    """Remove key-value caches from arguments, as transformers' checkpointing does: recomputation would refill them."""
     caches = sys.modules.get("transformers.cache_utils")
     if caches is None or getattr(module, "_can_checkpoint_with_cache", False):
         return args, kwargs
@@ -252,10 +245,7 @@ class _Found:
 
 
 class _Returning(contextlib.ExitStack):
-    """Context of a recomputation: puts the buffers of its call in place, then restores the present ones.
-
-    A graph that is retained may be recomputed several times.
-    """
+    """Context of a recomputation, maybe one of several: installs its call's buffers, then restores the present ones."""
 
     def __init__(self, inner: AbstractContextManager[Any], found: Sequence[_Found]) -> None:
         super().__init__()

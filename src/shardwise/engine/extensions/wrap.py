@@ -46,11 +46,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def find_units(model: nn.Module, policy: str | WrapPolicy) -> dict[str, nn.Module]:
-    """Return the modules below ``model`` that become units, by qualified name in registration order, without the root.
-
-    Raises:
-        PlanError: ``policy`` is unknown, or matches no module.
-    """
+    """Return the modules below ``model`` that become units, by qualified name in order of registration."""
     if policy == "none":
         return {}
     if policy == "auto":
@@ -137,10 +133,7 @@ def _by_size(model: nn.Module, policy: WrapBySize) -> dict[str, nn.Module]:
 
 
 def chain_of(model: nn.Module, name: str) -> str | None:
-    """Return the path of the chain (``ModuleList`` or ``Sequential``) of which the module at ``name`` is a member.
-
-    ``None`` if it is in no chain, or in a container of alternatives.
-    """
+    """Return the path of the chain (``ModuleList``, ``Sequential``) of module ``name``; ``None``: none, alternatives."""
     path = name.rpartition(".")[0]
     holder = model.get_submodule(path)
     if not isinstance(holder, (nn.ModuleList, nn.Sequential)) or _ALTERNATIVES.search(path.rpartition(".")[2]):
@@ -241,12 +234,7 @@ def _above(path: str) -> Iterator[str]:
 
 
 def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool = False) -> None:
-    """Refuse parameters that a flat buffer cannot hold.
-
-    Raises:
-        StateError: A parameter is on meta, compiled by TorchScript, not a plain dense tensor, sharded already, or has
-            a gradient or a hook.
-    """
+    """Refuse parameters that a flat buffer cannot hold, by name."""
     for entry in parameters:
         parameter, name = entry.parameter, entry.names[0]
         if parameter.is_meta and not allows_meta:

@@ -47,13 +47,7 @@ def refuse_no_offload(parameters: Iterable[nn.Parameter], row: Placements, polic
 
 
 def choose_units(owned: Mapping[Name, Sequence[OwnedParameter]], row: Placements, policy: OffloadPolicy) -> set[Name]:
-    """Return the names of the units that ``policy`` offloads; there may be none in a pipeline stage.
-
-    Args:
-        owned: The parameters of each unit, by the unit's name.
-        row: Placements of the strategy.
-        policy: The policy.
-    """
+    """Return the names of the units in ``owned`` that ``policy`` offloads; there may be none in a pipeline stage."""
     sizes = [
         sum(
             entry.parameter.nbytes

@@ -103,9 +103,6 @@ def find_ignored(model: nn.Module, entries: Iterable[Any]) -> Ignored:
         model: The model.
         entries: Shell patterns of module or parameter names (``*`` does not cross a dot), modules, parameters. A module
             includes everything below it. A tied parameter is ignored wherever it is used.
-
-    Raises:
-        PlanError: An entry matches nothing in the model.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -276,10 +276,7 @@ def empty_packed(numel: int, form: str, dtype: torch.dtype, device: torch.device
 
 
 def pack(source: Tensor, packed: Tensor, form: str) -> None:
-    """Quantize ``source`` (flat, a multiple of a block) into ``packed``.
-
-    Every element of a block with an inf or nan is unpacked as nan.
-    """
+    """Quantize ``source`` (flat, full blocks) into ``packed``; a block with an inf or nan is unpacked as nans."""
     if form == "bf16":
         packed.view(torch.bfloat16)[: source.numel()].copy_(source)
         return

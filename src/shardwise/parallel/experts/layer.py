@@ -37,7 +37,6 @@ class Mixture:
 
     Attributes:
         path: Path of the module.
-        module: The module.
         num_experts: Number of experts on all ranks.
         is_stacked: Whether parameters of all experts are stacked.
     """
@@ -55,11 +54,7 @@ class Mixture:
 
 
 def find_mixtures(model: nn.Module, size: int, *, units: Iterable[str] = ()) -> list[Mixture]:
-    """Find the mixtures of the full ``model``, for ``size`` ranks of ``ep``; ``units`` are the names of its units.
-
-    Raises:
-        PlanError: There is none, ``size`` does not divide the experts, or a unit is inside the experts.
-    """
+    """Find the mixtures of the full ``model``, for ``size`` ranks of ``ep``; ``units`` are the names of its units."""
     found = []
     for path, module in model.named_modules():
         kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}

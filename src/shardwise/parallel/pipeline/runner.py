@@ -215,10 +215,7 @@ class ScheduleRunner:
     _receive_activation = _receive_gradient = _receive
 
     def _told(self, boundary: int, peer: int) -> tuple[BoundaryTensor, ...]:
-        """Receive the peer's header. In a dry run, which sends none, use the shapes of the trace.
-
-        A dry run assumes that every floating-point tensor needs a gradient.
-        """
+        """Receive the peer's header; a dry run uses the trace, and assumes gradients of all floating-point tensors."""
         sources, device = self._flow.boundary[boundary], self._stages.device
         if device.type != "meta":
             header = empty_header(len(sources), device)

@@ -74,11 +74,7 @@ class StageModule:
 
 
 def find_stage_modules(model: nn.Module, blocks: Collection[str], starts: Collection[str] = ()) -> list[StageModule]:
-    """Find the stage modules of ``model``, in the order of registration, which is the order of stages.
-
-    Raises:
-        PlanError: The model has no chain of blocks, or may make nested tensors.
-    """
+    """Find the stage modules of ``model``, in the order of registration, which is the order of stages."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, module in modules.items():
         if isinstance(module, nn.TransformerEncoder) and module.enable_nested_tensor and module.use_nested_tensor:

@@ -40,11 +40,7 @@ _OUTSIDE = -1
 
 
 def find_row_sharded(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Embedding]:
-    """Return the embeddings that ``ParallelPlan.row_sharded`` names, by path.
-
-    Raises:
-        PlanError: A pattern matches nothing, or a module cannot be sharded by rows.
-    """
+    """Return the embeddings that ``ParallelPlan.row_sharded`` names, by path."""
     found: dict[str, nn.Embedding] = {}
     for pattern in patterns:
         chosen = {path: module for path, module in model.named_modules() if path and matches(pattern, path)}
@@ -99,10 +95,7 @@ def spread_rows(
 ) -> list[str]:
     """Keep only this rank's rows in each embedding, in place, and look up the others through ``comm``. Names stay.
 
-    Args:
-        tables: The embeddings by path.
-        comm: Comm over all ranks.
-        dtypes_of: Returns the dtypes of the stored rows and of the output of an embedding.
+    ``dtypes_of`` returns the dtypes of the stored rows and of the output of an embedding.
 
     Returns:
         Lines for a summary.

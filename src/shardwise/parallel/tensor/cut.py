@@ -116,11 +116,7 @@ class _Site:
 def find_cuts(
     model: nn.Module, table: Mapping[str, str] | None, size: int, rank: int = 0, *, divides_sequence: bool = False
 ) -> ShardingPlan:
-    """Make the plan of ``rank`` of ``size``; ``table`` is the user's and takes precedence over known tables.
-
-    Raises:
-        PlanError: The model cannot be divided this way.
-    """
+    """Make the plan of ``rank`` of ``size``; ``table`` is the user's and takes precedence over known tables."""
     cuts = ShardingPlan(model, size, rank)
     for site in [*_sites(model, table), *(_sequence_sites(model) if divides_sequence else ())]:
         try:

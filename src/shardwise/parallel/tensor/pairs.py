@@ -46,11 +46,7 @@ def share(x: Tensor, comm: Comm, unit: str) -> Tensor:
 def share_copies(parameter: Tensor, place: tuple[int, int, int], comm: Comm, unit: str) -> Tensor:
     """Return ``parameter``, a part of a tensor of which some other ranks have copies, for a part of the computation.
 
-    Args:
-        parameter: The part.
-        place: The dimension in which the tensor is divided, its full size there, and the offset of the part.
-        comm: Comm of ``tp``.
-        unit: Path of the module, for traces.
+    ``place`` is the dimension in which the tensor is divided, its full size there, and the offset of the part.
 
     Collective:
         In backward an all-reduce on ``tp`` of the gradient of the full tensor, to which every rank adds its part.

@@ -109,10 +109,7 @@ class Source:
 def find_source(model: nn.Module, init: Given | None, *, is_sent: bool) -> Source | None:
     """Choose the source for the meta tensors of ``model``; ``None`` if there are none, or if they must be refused.
 
-    Args:
-        model: The model.
-        init: The ``init`` of ``sw.parallelize``.
-        is_sent: Whether rank 0 sends its weights (``sync="rank0"``).
+    ``is_sent``: rank 0 sends its weights (``sync="rank0"``).
     """
     recording = take_recording(model)
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

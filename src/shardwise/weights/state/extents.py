@@ -92,11 +92,7 @@ def survey(
 ) -> tuple[list[Report], Any]:
     """Gather the reports of all ranks on rank 0, and broadcast the result of ``judge`` there.
 
-    Args:
-        comm: Comm over all ranks.
-        holdings: This rank's holdings.
-        judge: Called on rank 0 with the reports; a ``StateError`` that it raises is raised on all ranks.
-        more: This rank's addition to its report, a JSON value.
+    A ``StateError`` of ``judge`` is raised on all ranks. ``more`` is this rank's addition to its report, a JSON value.
 
     Returns:
         The reports by rank (on rank 0, else ``[]``), and the result of ``judge``.

@@ -99,10 +99,7 @@ def in_order(engine: Engine) -> list[Group]:
 def of_tensor(
     name: str, tensor: Tensor, *, copies: Comm | None, part: Slice | None = None, flat: Tensor | None = None
 ) -> Holding:
-    """Make the holding of a buffer or ignored parameter, or of the slice ``part`` of one.
-
-    ``flat`` is memory to use in place of the tensor's, if given.
-    """
+    """Make the holding of a buffer or ignored parameter, or of its slice ``part``; ``flat`` replaces its memory."""
     held = tensor.detach()
     flat = held.contiguous().view(-1) if flat is None else flat
 
@@ -190,12 +187,7 @@ def _digest(parameter: nn.Parameter, state: Mapping[str, Any]) -> str:
 
 
 def stored_names(ignored: Ignored, comms: Comms, holders: Mapping[str, int], stored: Collection[str]) -> Names:
-    """Return the ignored parameters, with the names of this rank's values in a checkpoint.
-
-    Raises:
-        CheckpointError: Values of each rank were saved by another number of ranks.
-        StateError: A parameter is not contiguous.
-    """
+    """Return the ignored parameters, with the names of this rank's values in a checkpoint."""
     found: dict[nn.Parameter, str] = {}
     for name, parameter in ignored.parameters.items():
         if not parameter.is_contiguous():

@@ -469,14 +469,9 @@ def _trains(group: Group) -> bool:
 
 
 def held_values(model: nn.Module, stored: Mapping[str, Extent] | None = None, *, with_frozen: bool = True) -> Targets:
-    """Return this rank's parameters and buffers as targets to load into.
+    """Return this rank's parameters and buffers as targets to load into; fully frozen groups only if asked for.
 
     They are the live tensors, except quantized weights and cast buffers, which ``Targets.install`` converts.
-
-    Args:
-        model: A parallelized model.
-        stored: The extents in the checkpoint, by name.
-        with_frozen: Whether to include fully frozen groups.
     """
     engine = engine_of(model, "sw.load")
     engine.follow_shards()

@@ -221,9 +221,6 @@ def optimizer_scalars(
     Collective:
         One all-gather of JSON over the world, because only ranks with a piece of a parameter know its scalars. All
         ranks must call.
-
-    Raises:
-        CheckpointError: Some state cannot be saved.
     """
     engine = engine_of(model, "sw.save")
     mine: dict[str, dict[str, Any]] = {}
@@ -373,10 +370,7 @@ class OptimizerState:
         """Store the numbers of each parameter's state, and check whether the optimizer can continue with the state.
 
         For optimizers of torch and shardwise, a copy makes a step with one element, which shows the expected state.
-
-        Args:
-            scalars: Numbers by parameter name and key.
-            given: The settings that each group will get, by ``id`` of the group.
+        ``scalars`` are by parameter name and key, ``given`` are the settings that each group will get, by its ``id``.
 
         Returns:
             Descriptions of the problems.
@@ -401,10 +395,7 @@ class OptimizerState:
         return problems
 
     def install(self) -> None:
-        """Replace the optimizer's state.
-
-        A flat parameter is split if its parameters have different state, such as different step counts.
-        """
+        """Replace the optimizer's state; a flat parameter whose parameters have different numbers of steps is split."""
         of_flat: dict[FlatParameter, dict[str, Any]] = {}
         for flat, state in self._flats.items():
             names = [self._names[shard] for shard in flat.shards]
