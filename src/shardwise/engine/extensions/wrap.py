@@ -133,7 +133,7 @@ def _by_size(model: nn.Module, policy: WrapBySize) -> dict[str, nn.Module]:
 
 
 def chain_of(model: nn.Module, name: str) -> str | None:
-    """Return the path of the chain (``ModuleList``, ``Sequential``) of module ``name``; ``None``: none, alternatives."""
+    """Return the path of the chain (``ModuleList``, ``Sequential``) of module ``name``; ``None``: no chain."""
     path = name.rpartition(".")[0]
     holder = model.get_submodule(path)
     if not isinstance(holder, (nn.ModuleList, nn.Sequential)) or _ALTERNATIVES.search(path.rpartition(".")[2]):
