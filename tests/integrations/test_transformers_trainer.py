@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.spec.errors import CheckpointError, PlanError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.common.ranks import refusal
 
 pytestmark = [
@@ -132,6 +132,25 @@ def test_losses_weights_and_held_out_losses_are_those_of_the_plain_trainer(tmp_p
     )[0]  # in the same folder: a checkpoint-6 is there already
     assert again[0][4:] == log[4:]
     assert all(torch.equal(again[1][name], value) for name, value in state.items())
+
+
+def gathers_of_an_evaluation(folder: str) -> list[tuple[str, int]]:
+    """Gathers of units in an evaluation of several batches, and the units of the model."""
+    from transformers import TrainingArguments
+
+    from shardwise.integrations.transformers import ShardwiseTrainer
+
+    trainer = ShardwiseTrainer(
+        model=build(), args=TrainingArguments(**settings(folder, 2)), eval_dataset=Texts(11, 2), plan="zero1"
+    )
+    units = [unit.name for unit in probe(trainer.model).units]
+    with sw.record_collectives(trainer.model) as events:
+        trainer.evaluate()
+    return [(unit, sum(e.kind == "all_gather" and e.unit == unit for e in events)) for unit in units]
+
+
+def test_an_evaluation_gathers_parameters_once(tmp_path: Path) -> None:
+    assert {count for _, count in run_on_ranks(gathers_of_an_evaluation, 2, str(tmp_path))[0]} == {1}
 
 
 def chats() -> Any:

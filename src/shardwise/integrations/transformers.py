@@ -29,7 +29,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 import shardwise as sw
 from shardwise.api.export import write_weights
-from shardwise.engine.storage.attachment import attachment_of
+from shardwise.engine.storage.attachment import attachment_of, engine_of
 from shardwise.integrations.trainer import check_alone, check_axes, check_samples, save_over
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
@@ -147,9 +147,10 @@ class ShardwiseTrainerMixin(_Any):
         """As the trainer's; its loss is that of one process over the whole data set."""
         counted = self._counted = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         try:
-            found = super().evaluation_loop(
-                dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
-            )
+            with engine_of(self.model, "ShardwiseTrainer").evaluating():
+                found = super().evaluation_loop(
+                    dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
+                )
         finally:
             self._counted = None
         loss, count = self.accelerator.reduce(counted).tolist()
