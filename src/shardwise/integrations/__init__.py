@@ -1,1 +1,1 @@
-"""Other people's trainers: each module needs the package that it is named for, and patches nothing of it."""
+"""Adapters for trainers and servers of other projects. Each module needs the package in its name, unpatched."""

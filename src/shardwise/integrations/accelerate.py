@@ -7,8 +7,8 @@
     accelerator = ShardwiseAccelerator(plan=sw.ParallelPlan(strategy="zero3"), gradient_accumulation_steps=2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-The loop stays as it is: ``accumulate``, ``backward``, ``clip_grad_norm_``, ``gather_for_metrics``, ``save_state`` and
-``load_state``, ``get_state_dict``. The processes are started by ``torchrun`` or ``accelerate launch``.
+The training loop does not change: ``accumulate``, ``backward``, ``clip_grad_norm_``, ``gather_for_metrics``,
+``save_state`` and ``load_state``, ``get_state_dict``. Start the processes by ``torchrun`` or ``accelerate launch``.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class ShardwiseAccelerator(Accelerator):
     """An accelerator whose models train under a plan.
 
     Args:
-        plan: How; by default zero3 over all ranks. ``tp``, ``pp`` and ``cp`` are refused: every rank gets other
-            samples.
-        *args: The accelerator's.
-        **kwargs: The accelerator's. ``mixed_precision="fp16"`` is refused; ``"bf16"`` runs forwards under autocast,
-            and a plan with ``mp_policy="bf16"`` gathers 16 bit too.
+        plan: The plan; by default zero3 over all ranks. ``tp``, ``pp`` and ``cp`` are refused, because every rank gets
+            different samples.
+        *args: The accelerator's arguments.
+        **kwargs: The accelerator's arguments. ``mixed_precision="fp16"`` is refused. ``"bf16"`` runs forwards under
+            autocast; a plan with ``mp_policy="bf16"`` also gathers in 16 bit.
 
     Raises:
-        PlanError: The plan, or the arguments, ask for what cannot be done here.
+        PlanError: The plan or the arguments are not supported here.
     """
 
     def __init__(self, *args: Any, plan: ParallelPlan | str | None = None, **kwargs: Any) -> None:
@@ -72,9 +72,9 @@ class ShardwiseAccelerator(Accelerator):
         device_placement: bool | None = None,  # noqa: FBT001  accelerate's form
         evaluation_mode: bool = False,  # noqa: FBT001, FBT002  accelerate's form
     ) -> nn.Module:
-        """Make the model shards on this rank. An optimizer that was built before works on them.
+        """Shard the model. An optimizer that was built before keeps working.
 
-        A model that is parallelized already, such as one of ``sw.from_pretrained``, keeps its own plan.
+        A model that is parallelized already, such as one of ``sw.from_pretrained``, keeps its plan.
 
         Collective:
             As ``sw.parallelize``. All ranks must call.
@@ -83,34 +83,34 @@ class ShardwiseAccelerator(Accelerator):
         if attachment_of(model) is None:
             sw.parallelize(model.to(self.device), self.plan)
         check_axes(model, "ShardwiseAccelerator")
-        # For evaluation accelerate wraps nothing: it adds autocast, and remembers the model.
+        # With evaluation_mode accelerate does not wrap the model: it adds autocast, and registers the model.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Add up gradients inside, as ``sw.gradient_sync(model, False)``."""
+        """Accumulate gradients in this block, as ``sw.gradient_sync(model, False)``."""
         with sw.gradient_sync(model, is_enabled=False):
             yield
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """The norm of the gradients of these parameters, and clipping by it.
+        """Clip the gradients of these parameters by their norm, and return the norm.
 
         Collective:
             As ``sw.clip_grad_norm``.
         """
         given = list(parameters)
         chosen = {id(parameter) for parameter in given}
-        for model in self._models:  # also its parameters that no unit has, and on a rank that holds none
+        for model in self._models:  # includes parameters outside of units, and works on a rank without any
             if chosen == {id(parameter) for parameter in model.parameters()}:
                 return sw.clip_grad_norm(model, max_norm, norm_type)
         return sw.clip_grad_norm(given, max_norm, norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:  # noqa: FBT001, FBT002, ARG002  accelerate's form
-        """The plain model's state dict on the main process, ``{}`` elsewhere; all ranks must call."""
+        """Return the plain model's state dict on the main process, ``{}`` elsewhere. All ranks must call."""
         return sw.full_state_dict(model)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the accelerator's; models and optimizers are written by ``sw.save``, and load on any number of ranks."""
+        """Save as the accelerator; models and optimizers are saved by ``sw.save``, and load on any number of ranks."""
         with self._without_models():
             folder = super().save_state(output_dir, *args, **kwargs)
         for place, model in enumerate(self._models):
@@ -118,7 +118,7 @@ class ShardwiseAccelerator(Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """The inverse of :meth:`save_state`."""
+        """Load what :meth:`save_state` saved."""
         with self._without_models():
             super().load_state(input_dir, *args, **kwargs)
         folder = Path(input_dir) if input_dir is not None else self._newest()
@@ -127,7 +127,7 @@ class ShardwiseAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def _without_models(self) -> Iterator[None]:
-        """Save or load, inside the context, only what the accelerator has prepared in addition to models."""
+        """Exclude models and optimizers from the accelerator's saves and loads in this block."""
         held = self._models, self._optimizers
         self._models, self._optimizers = [], []
         try:
@@ -139,6 +139,6 @@ class ShardwiseAccelerator(Accelerator):
         return optimizers_of(model, [each.optimizer for each in self._optimizers])
 
     def _newest(self) -> Path:
-        """The folder that the accelerator reads where none is named."""
+        """Return the folder that the accelerator reads by default."""
         found = (Path(self.project_dir) / "checkpoints").glob("checkpoint_*")
         return max(found, key=lambda path: int(path.name.rpartition("_")[2]))

@@ -9,10 +9,10 @@
     fabric.launch()
     model, optimizer = fabric.setup(model, optimizer)
 
-The loop stays as it is: ``fabric.backward``, ``clip_gradients``, ``no_backward_sync``, ``save`` and ``load``.
+The training loop does not change: ``fabric.backward``, ``clip_gradients``, ``no_backward_sync``, ``save`` and ``load``.
 
-Fabric and Lightning's Trainer have strategy base classes of their own, with methods of equal names and other arguments.
-This is why ``ShardwiseStrategy`` (:mod:`shardwise.integrations.lightning`) serves the Trainer alone.
+Fabric and Lightning's Trainer have separate base classes for strategies, whose methods have equal names and different
+arguments. Therefore ``ShardwiseStrategy`` (:mod:`shardwise.integrations.lightning`) only works with the Trainer.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from shardwise.integrations.trainer import check_ddp_options, check_samples, opt
 from shardwise.spec.errors import CheckpointError, PlanError, StateError
 from shardwise.spec.plan import ParallelPlan
 
-#: Of a saved folder: what is neither a model nor an optimizer.
+#: File in a saved folder with everything except models and optimizers.
 _REST = "rest.pt"
 
 
 class ShardwiseFabricStrategy(DDPStrategy):
-    """Has ``Fabric.setup`` make models shards under a plan.
+    """Makes ``Fabric.setup`` shard models under a plan.
 
     Args:
-        plan: How; by default zero3 over all ranks. ``tp``, ``pp`` and ``cp`` are refused: every rank gets other
-            samples.
+        plan: The plan; by default zero3 over all ranks. ``tp``, ``pp`` and ``cp`` are refused, because every rank gets
+            different samples.
         **kwargs: As for Fabric's ``DDPStrategy``, without options of ``DistributedDataParallel``.
 
     Raises:
-        PlanError: The plan, or Fabric's precision, asks for what cannot be done here.
+        PlanError: The plan or Fabric's precision is not supported here.
     """
 
     def __init__(self, plan: ParallelPlan | str | None = None, **kwargs: Any) -> None:
@@ -60,7 +60,7 @@ class ShardwiseFabricStrategy(DDPStrategy):
 
     @property
     def precision(self) -> Any:
-        """The precision that Fabric's ``precision`` asks for."""
+        """The precision plugin for Fabric's argument ``precision``."""
         return super().precision
 
     @precision.setter
@@ -76,16 +76,16 @@ class ShardwiseFabricStrategy(DDPStrategy):
     # -- the model
 
     def module_init_context(self, empty_init: bool | None = None) -> Any:  # noqa: FBT001  fabric's form
-        """The device of ``fabric.init_module()``: with ``empty_init=True`` meta, and ``setup`` makes the values."""
+        """Device for ``fabric.init_module()``: meta with ``empty_init=True``, and ``setup`` initializes the values."""
         return torch.device("meta") if empty_init else super().module_init_context(empty_init)
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move the module; one on meta stays there until :meth:`setup_module`."""
+        """Move the module; a module on meta stays there until :meth:`setup_module`."""
         if not any(tensor.is_meta for tensor in module.parameters()):
             super().module_to_device(module)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Make the module shards. An optimizer that was built on it before works on them.
+        """Shard the module. An optimizer that was built before keeps working.
 
         Collective:
             As ``sw.parallelize``. All ranks must call.
@@ -102,7 +102,7 @@ class ShardwiseFabricStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,  # noqa: FBT001, FBT002  fabric's form
     ) -> Tensor:
-        """The norm of all gradients of the model, and clipping by it.
+        """Clip by the norm of all gradients of the model, and return the norm.
 
         Collective:
             As ``sw.clip_grad_norm``.
@@ -115,11 +115,11 @@ class ShardwiseFabricStrategy(DDPStrategy):
     # -- checkpoints
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The plain model's state dict on rank 0, ``{}`` elsewhere; all ranks must call."""
+        """Return the plain model's state dict on rank 0, ``{}`` elsewhere. All ranks must call."""
         return sw.full_state_dict(module)
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Refused: ``optimizer.state_dict()`` would be a part.
+        """Refuse, because ``optimizer.state_dict()`` has only this rank's part.
 
         Raises:
             StateError: Always.
@@ -136,16 +136,16 @@ class ShardwiseFabricStrategy(DDPStrategy):
         storage_options: Any = None,
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002  fabric's form
     ) -> None:
-        """Write a folder: for each model one as ``sw.save`` writes it, and a file with the rest of ``state``.
+        """Write a folder, with a subfolder by ``sw.save`` for each model, and a file with the rest of ``state``.
 
-        A folder (or file) of this name stays as it is until the new one is complete.
+        An existing folder (or file) of this name is kept until the new one is complete.
 
         Collective:
             As ``sw.save`` for each model. All ranks must call.
 
         Raises:
-            CheckpointError: An optimizer is of no model in ``state``, models or optimizers are to be filtered, or there
-                are storage options.
+            CheckpointError: An optimizer belongs to no model in ``state``, models or optimizers are to be filtered, or
+                there are storage options.
         """
         parts = _Parts(state)
         if storage_options is not None or parts.whole & set(filter or {}):
@@ -175,16 +175,16 @@ class ShardwiseFabricStrategy(DDPStrategy):
         strict: bool = True,  # noqa: FBT001, FBT002  fabric's form
         weights_only: bool | None = None,  # noqa: FBT001  fabric's form
     ) -> dict[str, Any]:
-        """Fill what is in ``state``; any number of ranks and any strategy may have saved it.
+        """Fill the objects in ``state`` from a checkpoint of any number of ranks and any strategy.
 
         Collective:
             As ``sw.load`` for each model. All ranks must call.
 
         Returns:
-            What was saved besides models and optimizers and is not in ``state``.
+            Saved values other than models and optimizers that are not in ``state``.
 
         Raises:
-            CheckpointError: There is no such checkpoint, or it has not got what ``state`` asks for.
+            CheckpointError: There is no such checkpoint, or it lacks something in ``state``.
         """
         source = Path(self.broadcast(os.fspath(path)))
         if isinstance(state, nn.Module):  # fabric.load_raw()
@@ -221,7 +221,7 @@ class ShardwiseFabricStrategy(DDPStrategy):
 
 
 class _Accumulation:
-    """The implementation behind ``fabric.no_backward_sync``."""
+    """Implements ``fabric.no_backward_sync``."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:  # noqa: FBT001  fabric's form
         return sw.gradient_sync(module, is_enabled=False) if enabled else contextlib.nullcontext()
@@ -232,7 +232,7 @@ class _Parts:
 
     Attributes:
         models: Parallelized models.
-        optimizers: Optimizers, each of parameters of one of the models.
+        optimizers: Optimizers, each with parameters of one of the models.
         rest: Everything else.
         whole: Names of models and optimizers.
     """

@@ -7,10 +7,10 @@
     strategy = ShardwiseStrategy(sw.ParallelPlan(strategy="zero3"))
     lightning.Trainer(strategy=strategy, accelerator="gpu", devices=8).fit(module, loader)
 
-The whole LightningModule becomes shards, on a CPU (``accelerator="cpu"``) too. A checkpoint is the usual file, which
-``LightningModule.load_from_checkpoint`` reads anywhere, with the plain weights, and beside it the folder
-``NAME.ckpt.shardwise`` with masters and optimizer state as ``sw.save`` writes them: ``fit(ckpt_path=...)`` goes on from
-them on any number of ranks and under any strategy.
+The full LightningModule is sharded, also on a CPU (``accelerator="cpu"``). A checkpoint is the usual file with the
+plain weights, which ``LightningModule.load_from_checkpoint`` reads anywhere, and next to it the folder
+``NAME.ckpt.shardwise`` with masters and optimizer state from ``sw.save``: ``fit(ckpt_path=...)`` continues from it on
+any number of ranks and under any strategy.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class _ClipsShards:
-    """Clips by the norm of the whole model's gradients, which are there before the optimizer's step begins."""
+    """Clips by the norm of the whole model's gradients, which are complete before the optimizer's step begins."""
 
     whole: nn.Module
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
         result = self._wrap_closure(model, optimizer, closure)  # type: ignore[attr-defined]
-        if result is not None or not model.automatic_optimization:  # else training_step() has skipped the batch
+        if result is not None or not model.automatic_optimization:  # otherwise training_step() has skipped the batch
             optimizer.step(**kwargs)
         return result
 
@@ -53,23 +53,23 @@ class _ClipsShards:
 
 
 class _Plain(_ClipsShards, Precision):
-    """``32-true``."""
+    """The precision ``32-true``."""
 
 
 class _Autocast(_ClipsShards, MixedPrecision):
-    """``bf16-mixed``."""
+    """The precision ``bf16-mixed``."""
 
 
 class ShardwiseStrategy(DDPStrategy):
     """Trains a LightningModule under a plan.
 
     Args:
-        plan: How; by default zero3 over all ranks. ``tp``, ``pp`` and ``cp`` are refused: every rank gets other
-            samples.
+        plan: The plan; by default zero3 over all ranks. ``tp``, ``pp`` and ``cp`` are refused, because every rank gets
+            different samples.
         **kwargs: As for Lightning's ``DDPStrategy``, without options of ``DistributedDataParallel``.
 
     Raises:
-        PlanError: The plan, or the trainer's precision, asks for what cannot be done here.
+        PlanError: The plan or the trainer's precision is not supported here.
     """
 
     def __init__(self, plan: ParallelPlan | str | None = None, **kwargs: Any) -> None:
@@ -84,13 +84,13 @@ class ShardwiseStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> Any:
-        """The trainer's ``precision``, with clipping of shards."""
+        """The trainer's precision plugin, extended to clip gradients of shards."""
         return self._precision_plugin if self._precision_plugin is not None else _Plain()
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is None:
-            self._precision_plugin = None  # then the trainer's own argument counts
+            self._precision_plugin = None  # then the trainer's argument is used
         elif type(plugin) is Precision:
             self._precision_plugin = _Plain()
         elif type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed":
@@ -106,7 +106,7 @@ class ShardwiseStrategy(DDPStrategy):
     # -- the model
 
     def setup(self, trainer: Any) -> None:
-        """Make the module shards; then its optimizers are built on them.
+        """Shard the module; its optimizers are built afterwards.
 
         Collective:
             As ``sw.parallelize``.
@@ -126,12 +126,12 @@ class ShardwiseStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Add up gradients inside."""
+        """Accumulate gradients in this block."""
         with sw.gradient_sync(self.model, is_enabled=False):
             yield
 
     def teardown(self) -> None:
-        """As Lightning's, but shards stay where they are."""
+        """Tear down as Lightning, but do not move the shards."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -141,27 +141,27 @@ class ShardwiseStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Shards are filled, not the plain module."""
+        """True, because checkpoints are loaded into shards and not into the plain module."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The plain module's state dict on rank 0; all ranks come here."""
+        """Return the plain module's state dict on rank 0. All ranks must call."""
         return sw.full_state_dict(self.model)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:  # noqa: ARG002
-        """Nothing: it is in the folder beside the file."""
+        """Return an empty dict, because the state is in the folder next to the file."""
         return {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write the file, and the folder beside it; until that is complete, one of this name stays as it is."""
+        """Write the file, and the folder next to it; an existing folder is kept until the new one is complete."""
         save_over(_beside(filepath), self.model, [_bare(each) for each in self.optimizers] or None)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self.barrier()
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Remove the file and the folder beside it."""
+        """Remove the file and the folder next to it."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(_beside(filepath), ignore_errors=True)
@@ -171,8 +171,8 @@ class ShardwiseStrategy(DDPStrategy):
         checkpoint_path: str | os.PathLike[str],
         weights_only: bool | None = None,  # noqa: FBT001  lightning's form
     ) -> dict[str, Any]:
-        """Read the file; shards are read from the folder beside it, where there is one."""
-        folder = _beside(os.path.realpath(checkpoint_path))  # ModelCheckpoint(save_last="link") links the file alone
+        """Read the file; shards are later read from the folder next to it, if there is one."""
+        folder = _beside(os.path.realpath(checkpoint_path))  # ModelCheckpoint(save_last="link") links only the file
         self._read_from = folder if folder.is_dir() else None
         return super().load_checkpoint(checkpoint_path, weights_only)
 
@@ -187,7 +187,7 @@ class ShardwiseStrategy(DDPStrategy):
         """Fill the optimizers' state.
 
         Raises:
-            CheckpointError: The file has no folder beside it.
+            CheckpointError: There is no folder next to the file.
         """
         if self._read_from is None:
             raise sw.CheckpointError(

@@ -8,9 +8,9 @@
     model = sw.parallelize(model, plan)  # or a plain model
     results = simple_evaluate(ShardwiseLM(model, tokenizer), tasks=["hellaswag"])
 
-Every rank calls ``simple_evaluate`` with the same tasks. To lm-eval each rank is a single process with all requests;
-the ranks divide them inside of ``sw.score`` and ``sw.generate``. ``simple_evaluate`` returns the results on the first
-rank of each machine, and ``None`` on others.
+Every rank calls ``simple_evaluate`` with the same tasks. lm-eval treats each rank as a single process with all
+requests; the ranks divide the requests inside of ``sw.score`` and ``sw.generate``. ``simple_evaluate`` returns the
+results on the first rank of each machine, and ``None`` on other ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ import shardwise as sw
 from shardwise.generation.decoder import decoder_of
 from shardwise.spec.errors import ConfigError
 
-#: The most positions of a model that says nothing, as lm-eval's.
+#: Default of the maximum number of positions, as in lm-eval.
 _POSITIONS = 2048
-#: Arguments of generation that are honoured.
+#: Supported arguments of generation.
 _KNOWN = ("do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks")
 
 
@@ -45,14 +45,14 @@ class ShardwiseLM(TemplateLM):
 
     Args:
         model: Our GPT, or a causal language model of transformers; plain or parallelized.
-        tokenizer: Of transformers.
-        batch_tokens: The most tokens of one forward, and of the rows that are continued together.
-        max_length: The most tokens of a context with its continuation but the last one; by default the model's
-            positions. Longer contexts lose their first tokens, as in lm-eval's own models.
-        prefix_token_id: What comes before a text that has no context; by default the tokenizer's BOS, or its EOS.
+        tokenizer: A tokenizer of transformers.
+        batch_tokens: Maximum number of tokens of one forward, and of rows that are continued together.
+        max_length: Maximum number of tokens of a context with its continuation except the last token; by default the
+            model's positions. Longer contexts lose their first tokens, as in lm-eval's own models.
+        prefix_token_id: The token before a text without a context; by default the tokenizer's BOS, or its EOS.
 
     Raises:
-        StateError: The model predicts no next tokens.
+        StateError: The model does not predict next tokens.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ShardwiseLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has no context.
+        """The token before a text without a context.
 
         Raises:
             ConfigError: The tokenizer has no such token.
@@ -94,11 +94,11 @@ class ShardwiseLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name, for caches of requests."""
+        """The tokenizer's name, for request caches."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:  # noqa: FBT001, FBT002 - lm-eval's form
-        """A conversation as text."""
+        """Return a conversation as text."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -107,7 +107,7 @@ class ShardwiseLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_kwargs: Any) -> list[int]:  # noqa: FBT001 - lm-eval's form
-        """Ids of a text, with what the tokenizer puts before texts where it is not there already."""
+        """Return the ids of a text, with the tokenizer's begin-of-text tokens unless the text already has them."""
         begin = None if self._prefix is None else self.tokenizer.decode(self._prefix)
         if add_special_tokens is None and has_bos_prefix(string, begin):
             add_special_tokens = False
@@ -115,7 +115,7 @@ class ShardwiseLM(TemplateLM):
         return self.tokenizer.encode(string, **given)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:  # noqa: FBT001, FBT002 - lm-eval's form
-        """The log-probability of each whole text, in windows of ``max_length`` tokens.
+        """Return the log-probability of each full text, computed in windows of ``max_length`` tokens.
 
         Collective:
             As ``sw.score``.
@@ -169,7 +169,7 @@ class ShardwiseLM(TemplateLM):
             As ``sw.generate``.
 
         Raises:
-            ConfigError: A task asks for a kind of generation that ``sw.generate`` does not have.
+            ConfigError: A task needs a kind of generation that ``sw.generate`` does not support.
         """
         del disable_tqdm
         answers = [""] * len(requests)
@@ -189,7 +189,7 @@ class ShardwiseLM(TemplateLM):
         return answers
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of ``sw.generate_stream``, and ``stops``."""
+        """Return arguments for ``sw.generate_stream``, and ``stops``."""
         options = normalize_gen_kwargs(given, self.max_gen_toks)
         foreign = [key for key, value in options.items() if key not in _KNOWN and value not in (None, False, 1)]
         if foreign:
@@ -215,7 +215,7 @@ class ShardwiseLM(TemplateLM):
         }
 
     def _continued(self, prompts: list[list[int]], *, stops: list[str], **options: Any) -> list[str]:
-        """Each prompt's continuation as text; the model goes on until every row has met a stop sequence."""
+        """Return each prompt's continuation as text; the model continues until every row has a stop sequence."""
         rows: list[list[int]] = [[] for _ in prompts]
         has_stopped = [False] * len(prompts)
         stream: Any = sw.generate_stream(self.model, prompts, **options)

@@ -1,4 +1,4 @@
-"""Shared by the adapters of other projects' trainers: plans that these can run, optimizers by model, checkpoints."""
+"""Shared code of the adapters for other projects' trainers: supported plans, optimizers by model, checkpoints."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _DIVIDES_SAMPLES = ("tp", "pp", "cp")
 
 
 def check_samples(plan: ParallelPlan, trainer: str) -> None:
-    """Refuse a plan that divides the computation of a sample over ranks: the trainer gives each rank other samples.
+    """Refuse a plan that divides one sample over ranks, because the trainer gives each rank different samples.
 
     Raises:
-        PlanError: It does.
+        PlanError: The plan has a ``tp``, ``pp`` or ``cp`` of more than 1.
     """
     for axis in _DIVIDES_SAMPLES:
         _check_degree(axis, getattr(plan, axis), trainer)
 
 
 def check_axes(model: nn.Module, trainer: str) -> None:
-    """As :func:`check_samples`, of a model that is parallelized.
+    """Check a parallelized model as :func:`check_samples`.
 
     Raises:
         PlanError: Its ranks divide the computation of a sample.
@@ -51,12 +51,12 @@ def _check_degree(axis: str, degree: int, trainer: str) -> None:
 
 
 def check_alone(trainer: str) -> None:
-    """Refuse a trainer whose arguments, or whose ``accelerate launch``, ask another engine to shard the model too.
+    """Refuse a trainer whose arguments, or whose ``accelerate launch``, make another engine shard the model too.
 
-    Accelerate sets these variables for its own plugins as well, once an Accelerator is made.
+    Accelerate also sets these variables for its own plugins, when an Accelerator is created.
 
     Raises:
-        PlanError: They do.
+        PlanError: Another engine is configured.
     """
     for name, engine in (("FSDP", "FSDP"), ("DEEPSPEED", "DeepSpeed"), ("MEGATRON_LM", "Megatron-LM")):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
@@ -68,7 +68,7 @@ def check_alone(trainer: str) -> None:
 
 
 def check_ddp_options(names: Collection[str], strategy: str) -> None:
-    """Refuse options of ``DistributedDataParallel``, which no model is wrapped in here.
+    """Refuse options of ``DistributedDataParallel``, which is not used here.
 
     Raises:
         PlanError: There are some.
@@ -81,7 +81,7 @@ def check_ddp_options(names: Collection[str], strategy: str) -> None:
 
 
 def optimizers_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Select those ``optimizers`` that update parameters of ``model`` (flat ones too), in the given order.
+    """Return those ``optimizers`` that update parameters of ``model`` (also flat ones), in the given order.
 
     Raises:
         StateError: The model is not parallelized.
@@ -93,7 +93,7 @@ def optimizers_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
 def save_over(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, *, frozen: bool = True
 ) -> None:
-    """As ``sw.save``; a checkpoint that is in the folder already stays as it is until the new one is complete.
+    """Save as ``sw.save``; an existing checkpoint in the folder is kept until the new one is complete.
 
     Collective:
         As ``sw.save``. All ranks must call.

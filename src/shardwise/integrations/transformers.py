@@ -7,10 +7,10 @@
     trainer = ShardwiseTrainer(model=model, args=args, train_dataset=data, plan=sw.ParallelPlan(strategy="zero3"))
     trainer.train()
 
-A trainer of one's own, or of TRL, takes the mixin: ``class MyTrainer(ShardwiseTrainerMixin, SFTTrainer): ...``.
-The process is started by ``torchrun`` or ``accelerate launch``. Checkpoints hold the model as ``from_pretrained`` loads
-it and beside it, in ``shardwise/``, masters and optimizer state as ``sw.save`` writes them: a run goes on from them on
-any number of ranks and under any strategy.
+To extend another trainer, such as one of TRL, use the mixin: ``class MyTrainer(ShardwiseTrainerMixin, SFTTrainer):
+...``. Start the processes by ``torchrun`` or ``accelerate launch``. Checkpoints contain the model as
+``from_pretrained`` loads it and, in ``shardwise/``, masters and optimizer state from ``sw.save``: a run continues from
+them on any number of ranks and under any strategy.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 
 _FOLDER = "shardwise"
-_LEFT_OUT = -100  # the label that losses of transformers leave out
+_LEFT_OUT = -100  # the label that losses of transformers ignore
 _SCHEDULER = "scheduler.pt"
 
-#: The trainer's attributes are those of the class beside the mixin.
+#: Base class of the mixin for type checkers; the trainer's attributes come from the class that it is combined with.
 _Any: Any = object
 
 
 class _Counting(Trainer):
-    """The trainer with the loss of one process; trainers above it may compute another one, or call this one."""
+    """The trainer with a loss equal to that of one process; subclasses may compute another loss, or call this one."""
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
-        """As the trainer's, but a loss that is a mean over this rank's labels is not multiplied by the ranks.
+        """Compute the loss, without the factor for the number of ranks if it is a mean over this rank's labels.
 
-        The trainer multiplies a loss by the number of ranks wherever the model's forward accepts
-        ``num_items_in_batch``, because a loss that divides by it is one rank's part of the mean. Losses of
+        The trainer multiplies the loss by the number of ranks for each model whose forward accepts
+        ``num_items_in_batch``, because a loss that divides by it is one rank's part of the mean. Losses for
         classification, regression and T5 accept the number and do not use it.
         """
-        is_shifted = num_items_in_batch is None or self._loss_shifts_labels  # then the number is used, or none is there
+        is_shifted = num_items_in_batch is None or self._loss_shifts_labels  # then the number is used, or missing
         if is_shifted or not self.args.average_tokens_across_devices:
             return super().compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
         count = torch.as_tensor(num_items_in_batch).as_subclass(_Count)
@@ -65,21 +65,21 @@ class _Counting(Trainer):
 
 
 class ShardwiseTrainerMixin(_Any):
-    """Makes a trainer that is built on ``transformers.Trainer`` train under a plan.
+    """Makes a trainer based on ``transformers.Trainer`` train under a plan.
 
     Args:
-        plan: How; by default zero3 over all ranks. Plans that divide the computation of a sample (``tp``, ``pp``,
-            ``cp``) are refused: the trainer gives every rank other samples. Left out for a model that is parallelized
-            already, such as one of ``sw.from_pretrained``.
-        *args: The trainer's.
-        **kwargs: The trainer's.
+        plan: The plan; by default zero3 over all ranks. Plans that divide the computation of a sample (``tp``, ``pp``,
+            ``cp``) are refused, because the trainer gives every rank different samples. Leave it out for a model that
+            is parallelized already, such as one of ``sw.from_pretrained``.
+        *args: The trainer's arguments.
+        **kwargs: The trainer's arguments.
 
     Raises:
-        PlanError: The plan, or the trainer's arguments, ask for what this trainer cannot do.
+        PlanError: The plan or the trainer's arguments are not supported.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Put :class:`_Counting` right above ``Trainer``, below classes that compute losses of their own."""
+        """Insert :class:`_Counting` directly before ``Trainer``, behind classes that compute a loss themselves."""
         super().__init_subclass__(**kwargs)
         if not issubclass(cls, _Counting):
             cls.__bases__ = (*(each for each in cls.__bases__ if each is not Trainer), _Counting)
@@ -90,8 +90,8 @@ class ShardwiseTrainerMixin(_Any):
                 f"transformers {transformers.__version__}: its Trainer has no hook for deferred reductions.\n"
                 "  Install transformers 5.23 or newer (the extra shardwise[integrations])."
             )
-        self._counted: Tensor | None = None  # while held-out losses are taken: their sum, and of how many labels
-        self._plan: ParallelPlan | None = None  # of models that model_init builds from now on
+        self._counted: Tensor | None = None  # during an evaluation: sum of held-out losses, and number of their labels
+        self._plan: ParallelPlan | None = None  # plan of models that model_init builds from now on
         super().__init__(*args, **kwargs)
         _check(self.args)
         given, came_in_shards = ParallelPlan(), attachment_of(self.model) is not None
@@ -111,22 +111,22 @@ class ShardwiseTrainerMixin(_Any):
                     "  Pass ref_model=sw.from_pretrained(folder, plan) too, or a whole model and plan=."
                 )
             sw.parallelize(reference.to(self.args.device), given)
-        # So it takes models that it must neither wrap nor move; of the model itself the public name has no setter.
+        # Makes the trainer accept models that it must neither wrap nor move.
         self.is_distributed_loading_by_transformers = True
         self.place_model_on_device = False
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """As the trainer's, which builds a model when it is made and another one when it begins to train."""
+        """Build a model as the trainer, which builds one at its creation and another one when training begins."""
         model = super().call_model_init(trial)
         return model if self._plan is None else sw.parallelize(model.to(self.args.device), self._plan)
 
     # -- where the trainer would move, wrap or reduce
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: the model moves when it becomes shards."""
+        """Do nothing, because sharding moves the model."""
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        """Nothing: parallelize compared them, and the engine reduces their gradients."""
+        """Do nothing, because parallelize compared the parameters, and the engine reduces their gradients."""
 
     @contextlib.contextmanager
     def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
@@ -139,12 +139,12 @@ class ShardwiseTrainerMixin(_Any):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:  # noqa: ARG002
         return sw.clip_grad_norm(self.model, float("inf")) if grad_norm is None else grad_norm
 
-    # -- held-out losses: the mean over all labels, where the trainer takes the mean of the batches' means
+    # -- held-out losses: the mean over all labels, instead of the trainer's mean of the batches' means
 
     def evaluation_loop(
         self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> Any:
-        """As the trainer's; its loss is that of one process over the whole data set."""
+        """Evaluate as the trainer, but return the loss of one process over the whole data set."""
         counted = self._counted = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         try:
             with engine_of(self.model, "ShardwiseTrainer").evaluating():
@@ -159,7 +159,7 @@ class ShardwiseTrainerMixin(_Any):
         return found
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's, and the labels are counted that the loss is the mean of."""
+        """Predict as the trainer, and count the labels over which the loss is averaged."""
         labels: Any = inputs.get(self.label_names[0]) if len(self.label_names) == 1 else None
         left_out = self._left_out(labels)
         if self._counted is None or labels is None or left_out is None:
@@ -173,27 +173,27 @@ class ShardwiseTrainerMixin(_Any):
         return found
 
     def _left_out(self, labels: Any) -> int | None:
-        """The label that the loss leaves out; ``None`` of a loss that may be no mean over the other labels."""
+        """Return the label that the loss ignores; ``None`` if the loss may not be a mean over the other labels."""
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return None
         if any(type(module).__name__.endswith("ForCTC") for module in self.model.modules()):
             return None
-        # A loss of one's own for classes may have no label to leave out; of tokens, the data have some.
+        # A user's loss for classes may ignore no label; data of tokens have ignored labels.
         (owner, *_) = (kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
         if labels.ndim == 1 and (owner is not _Counting or self.compute_loss_func is not None):
             return None
-        if labels.ndim == 3:  # classes of a picture's points
+        if labels.ndim == 3:  # classes of an image's pixels
             return getattr(getattr(self.model, "config", None), "semantic_loss_ignore_index", _LEFT_OUT)
         return _LEFT_OUT
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """The count of a training step; held-out losses are means over this rank's labels (:meth:`prediction_step`)."""
+        """Count the labels of a training step. Evaluation losses are means over this rank's labels."""
         count = super()._get_num_items_in_batch(batch_samples, device) if self._counted is None else None
-        # The trainer's is a float, which a plan's 16-bit inputs would round beyond 256 labels.
+        # The trainer's count is a float, which a plan's 16-bit inputs would round beyond 256 labels.
         return count.round().long() if isinstance(count, Tensor) else count
 
     def _num_real(self, batch_size: int) -> int:
-        """Samples of this rank's batch that do not only make the last batch of all ranks as long as the others."""
+        """Return the samples of this rank's batch, without those that only pad the last batch of all ranks."""
         state = self.accelerator.gradient_state
         if not state.end_of_dataloader or state.remainder <= 0:
             return batch_size
@@ -202,7 +202,7 @@ class ShardwiseTrainerMixin(_Any):
     # -- checkpoints
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model as ``from_pretrained`` loads it. All ranks come here."""
+        """Write the model as ``from_pretrained`` loads it. All ranks must call."""
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         if state_dict is None and not hasattr(self.model, "peft_config"):
             write_weights(folder, self.model)
@@ -219,7 +219,7 @@ class ShardwiseTrainerMixin(_Any):
             torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        is_adapted = hasattr(self.model, "peft_config")  # its frozen base is loaded by the script, not from here
+        is_adapted = hasattr(self.model, "peft_config")  # its frozen base is loaded by the script
         save_over(Path(output_dir) / _FOLDER, self.model, _bare(self.optimizer), frozen=not is_adapted)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
@@ -240,12 +240,12 @@ class ShardwiseTrainer(ShardwiseTrainerMixin, Trainer):
     """``transformers.Trainer`` with ``plan=``."""
 
 
-#: How a number is read from a tensor.
+#: Functions that read a number from a tensor.
 _READS = {Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__index__}
 
 
 class _Count(Tensor):
-    """A number of labels that notes in ``uses`` when a value is computed from it."""
+    """A number of labels that records in ``uses`` when a value is computed from it."""
 
     uses: list[str]
 
@@ -265,7 +265,7 @@ class _Count(Tensor):
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer itself, of the one that accelerate has wrapped."""
+    """Return the optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 

@@ -1,4 +1,4 @@
-"""New weights for a vLLM server that makes rollouts, by its weight transfer over HTTP and NCCL.
+"""Sends new weights to a vLLM server for rollouts, by vLLM's weight transfer over HTTP and NCCL.
 
 ::
 
@@ -16,10 +16,10 @@
         ...
         sync.send(model, version=str(step))  # on every rank
 
-The server is started with ``VLLM_SERVER_DEV_MODE=1`` and ``--weight-transfer-config '{"backend": "nccl"}'``. HTTP
-carries commands only. The tensors are broadcast in a group whose rank 0 is the trainer and whose other ranks are the
-server's workers. Sources for endpoints, JSON and order: https://docs.vllm.ai/en/latest/training/weight_transfer/, its
-page on the NCCL engine, and ``vllm/entrypoints/serve/dev/rlhf/api_router.py`` and
+Start the server with ``VLLM_SERVER_DEV_MODE=1`` and ``--weight-transfer-config '{"backend": "nccl"}'``. HTTP carries
+only commands. The tensors are broadcast in a group whose rank 0 is the trainer and whose other ranks are the server's
+workers. Sources for endpoints, JSON and order: https://docs.vllm.ai/en/latest/training/weight_transfer/, its page on
+the NCCL engine, and ``vllm/entrypoints/serve/dev/rlhf/api_router.py`` and
 ``vllm/distributed/weight_transfer/nccl_engine.py`` in https://github.com/vllm-project/vllm, read in November 2026.
 """
 
@@ -46,7 +46,7 @@ _RESTART = "  If an update had begun, restart the server: it has old and new wei
 class Broadcasts(Protocol):
     """A group in which this process is rank 0, such as vLLM's ``PyNcclCommunicator``.
 
-    On a GPU it sends on the current stream, so that a tensor's memory is used again only after it was sent.
+    On a GPU it sends on the current stream, so that a tensor's memory is not reused before it was sent.
     """
 
     def broadcast(self, tensor: Tensor, src: int) -> object:
@@ -59,12 +59,12 @@ class WeightSync:
     Args:
         to: The server, ``http://host:port``.
         connect: Called once, on rank 0, with ``address``, ``port`` and the size of the group (the server's workers and
-            this rank). It joins the group as rank 0, while the server's workers join it, and returns it.
-        address: Where the workers find rank 0.
+            this rank). It joins the group as rank 0, while the server's workers join it, and returns the group.
+        address: Address under which the workers reach rank 0.
         port: A free port there.
-        pause: What happens to requests under way: ``wait`` lets them end first, ``keep`` continues them with the new
+        pause: What happens to running requests: ``wait`` lets them finish first, ``keep`` continues them with the new
             weights, ``abort`` ends them (vLLM's own three modes).
-        timeout_s: How long one HTTP request may take.
+        timeout_s: Maximum seconds of one HTTP request.
     """
 
     def __init__(
@@ -82,21 +82,21 @@ class WeightSync:
         self._group: Broadcasts | None = None
 
     def send(self, model: nn.Module, dtype: str = "bf16", *, version: str | None = None) -> None:
-        """Replace the server's weights by the model's, tensor by tensor, while the server generates nothing.
+        """Replace the server's weights by the model's, tensor by tensor, while the server's generation is paused.
 
         Args:
             model: A parallelized model whose parameters have the names of its checkpoint. Adapters (PEFT) are not
                 merged: the server would not know their names.
-            dtype: Floating-point parameters are sent in it. The server loads exactly these values.
+            dtype: The dtype in which floating-point parameters are sent. The server loads exactly these values.
             version: The name under which the server reports these weights (``/weight_info``).
 
         Collective:
-            As ``sw.iterate_full_parameters``: all ranks must call. Rank 0 alone speaks to the server and sends each
-            parameter once more, to its workers. No rank holds more than one unit whole.
+            As ``sw.iterate_full_parameters``: all ranks must call. Only rank 0 communicates with the server, and sends
+            each parameter once more, to the server's workers. No rank stores more than one full unit.
 
         Raises:
-            StateError: The model has adapters, or the server refused a command or did not answer; on every rank alike.
-                A server that failed within an update stays paused, because its weights are old and new ones mixed.
+            StateError: The model has adapters, or the server refused a command or did not answer. Raised on every rank.
+                A server that failed within an update stays paused, because old and new weights are mixed.
         """
         if hasattr(model, "peft_config"):
             raise StateError(
@@ -125,15 +125,15 @@ class WeightSync:
             fail_together(world, error)
             for _, value in iterate_full_parameters(model, dtype):
                 if update is None or error is not None or (update.done() and update.exception()):
-                    continue  # all ranks take the whole iteration
+                    continue  # all ranks must finish the iteration
                 try:
                     assert self._group is not None
                     self._group.broadcast(value.contiguous(), src=0)
-                except Exception as raised:  # noqa: BLE001 - whatever the caller's group raises
+                except Exception as raised:  # noqa: BLE001 - the caller's group may raise anything
                     error = StateError(f"{self._to}: a broadcast to its workers failed: {raised}\n{_RESTART}")
             if update is not None and (error is None or (update.done() and update.exception())):
                 try:
-                    update.result()  # the workers have every tensor, or the server says why a broadcast failed
+                    update.result()  # all tensors have arrived, or the server says why a broadcast failed
                     self._ask("finish_weight_update", {} if version is None else {"weight_version": version})
                     self._ask("resume")
                 except StateError as raised:
@@ -141,7 +141,7 @@ class WeightSync:
             fail_together(world, error)
 
     def _open(self, beside: ThreadPoolExecutor) -> None:
-        """Join the group, once; the server's workers do so at the same time."""
+        """Join the group if that was not done; the server's workers join at the same time."""
         if self._group is not None:
             return
         size = 1 + self._ask("get_world_size", method="GET")["world_size"]
@@ -150,7 +150,7 @@ class WeightSync:
         try:
             group = self._connect(self._address, self._port, size)
         except Exception as raised:
-            joined.result()  # the server's own reason, if it has one
+            joined.result()  # raises the server's own reason, if it has one
             raise StateError(
                 f"rank 0 and the workers of {self._to} did not form a group of {size}: {raised}\n"
                 f"  The workers must reach rank 0 at address={self._address!r}, port={self._port}."
@@ -159,7 +159,7 @@ class WeightSync:
         self._group = group
 
     def _ask(self, path: str, body: Any = None, *, method: str = "POST") -> Any:
-        """The server's answer to a command."""
+        """Send a command and return the server's answer."""
         data = None if body is None else json.dumps(body).encode()
         asked = urllib.request.Request(  # noqa: S310 - the caller names the server
             f"{self._to}/{path}", data, {"Content-Type": "application/json"}, method=method

@@ -27,20 +27,21 @@ def gpt(
 ) -> GPT:
     """Build our GPT.
 
-    ``model(tokens)`` gives logits ``(batch, seq, vocab)``; ``model(tokens, targets)`` the mean cross entropy, a scalar.
+    ``model(tokens)`` returns logits ``(batch, seq, vocab)``; ``model(tokens, targets)`` the mean cross-entropy, a
+    scalar.
 
     Args:
         preset: A name in ``PRESETS``, or a configuration to start from.
-        device: Where to construct it. ``"meta"`` allocates nothing; ``None`` is torch's default device.
-        num_experts: With more than 0, every feed-forward is a mixture of this many experts.
-        experts_per_token: How many experts each token is sent to.
-        **overrides: Fields of :class:`GPTConfig`, in place of the preset's.
+        device: Device of the parameters. ``"meta"`` allocates nothing; ``None`` is torch's default device.
+        num_experts: If above 0, every feed-forward is a mixture of this many experts.
+        experts_per_token: Number of experts that each token is sent to.
+        **overrides: Fields of :class:`GPTConfig` that replace the preset's.
 
     Returns:
-        The model, initialised as GPT-2 is, from torch's global generator (``torch.manual_seed``).
+        The model, initialized as GPT-2, from torch's global generator (``torch.manual_seed``).
 
     Raises:
-        ConfigError: The preset or a field is unknown, or values are wrong; every problem is listed.
+        ConfigError: The preset or a field is unknown, or values are invalid; every problem is listed.
 
     Example:
         >>> model = gpt("gpt-tiny", num_layers=2)
@@ -57,7 +58,7 @@ def gpt(
 
 
 def __getattr__(name: str) -> Any:
-    """Find ``GPT`` and ``Block`` when they are asked for: their module imports torch."""
+    """Import ``GPT`` and ``Block`` when they are first used, because their module imports torch."""
     if name in {"GPT", "Block"}:
         import shardwise.models.transformer as module
 

@@ -1,16 +1,16 @@
 """A GPT: pre-norm blocks, learned positions, fused query-key-value projection, GELU. One plain ``nn.Module``.
 
-The model does not know about sharding. :class:`KeyValueCache` is what a model has computed of earlier tokens, so that a
-new token costs one position. Rows of unequal length are padded on the left: all end in the same column, and each new
-column is a token of every row. Padding has keys and values, too, to which no token attends.
+The model does not depend on sharding. :class:`KeyValueCache` stores the keys and values of earlier tokens, so that a
+new token is computed for one position only. Rows of unequal length are padded on the left: all rows end in the same
+column, and each new column has a token of every row. Padding also has keys and values, to which no token attends.
 
 Shape suffixes: ``B`` batch, ``T`` sequence, ``C`` hidden, ``H`` heads, ``D`` head width, ``A`` all heads (``H`` times
 ``D``), ``F`` feed-forward width, ``E`` experts, ``K`` experts per token, ``V`` vocabulary.
 
-Every module that owns parameters initialises them in its ``reset_parameters`` and reads no values to do so: a model
-built on ``meta`` and materialised later (``module.to_empty``, then ``reset_parameters`` of every module in the order of
-``modules()``) holds, under the same seed, what direct construction gives. ``to_empty`` breaks ties, as it does for any
-module; ``parallelize`` keeps them.
+Every module that owns parameters initializes them in its ``reset_parameters`` without reading values. A model built on
+``meta`` and materialized later (``module.to_empty``, then ``reset_parameters`` of every module in the order of
+``modules()``) therefore has the same values as a directly constructed one under the same seed. ``to_empty`` breaks
+ties, as for any module; ``parallelize`` keeps them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INIT_STD = 0.02
 
 
 class Linear(nn.Linear):
-    """A linear layer with GPT-2's initialisation: weights normal(0, ``std``), biases zero."""
+    """A linear layer with GPT-2's initialization: weights normal(0, ``std``), biases zero."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, std: float, device: torch.device | str | None
@@ -40,28 +40,28 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device=device)
 
     def reset_parameters(self) -> None:
-        """Draw new values."""
+        """Draw new random values."""
         nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
 
 class TiedHead(nn.Linear):
-    """The output projection whose weight is the token embedding's parameter, which initialises it."""
+    """The output projection whose weight is the token embedding's parameter, which the embedding initializes."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__(embedding.embedding_dim, embedding.num_embeddings, bias=False, device="meta")
         self.weight = embedding.weight
 
     def reset_parameters(self) -> None:
-        """Nothing: the embedding has drawn the values."""
+        """Do nothing, because the embedding initializes the weight."""
 
 
 class Embedding(nn.Embedding):
-    """An embedding with GPT-2's initialisation: normal(0, 0.02)."""
+    """An embedding with GPT-2's initialization: normal(0, 0.02)."""
 
     def reset_parameters(self) -> None:
-        """Draw new values."""
+        """Draw new random values."""
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         self.out = Linear(hidden, hidden, bias=config.bias, std=_residual_std(config), device=device)
 
     def forward(self, x_BTC: Tensor, cache: KeyValueCache | None = None, layer: int = 0) -> Tensor:
-        """Mix over earlier positions, those of layer ``layer`` in the cache too: (B, T, C) to (B, T, C)."""
+        """Attend to earlier positions, including those of layer ``layer`` in the cache: (B, T, C) to (B, T, C)."""
         q_BTA, k_BTA, v_BTA = self.qkv(x_BTC).chunk(3, dim=-1)
         B, T, A = q_BTA.shape
         q_BHTD, k_BHTD, v_BHTD = (
@@ -92,13 +92,13 @@ class Attention(nn.Module):
         return self.out(y_BHTD.transpose(1, 2).reshape(B, T, A))
 
     def attend(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-        """Attention of each position to itself and those before. Context parallelism replaces it by a ring."""
+        """Attend from each position to itself and earlier ones. Context parallelism replaces this method by a ring."""
         rate = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, dropout_p=rate, is_causal=True)
 
 
 class FeedForward(nn.Module):
-    """Widen, GELU (tanh form, as GPT-2), narrow."""
+    """Up projection, GELU (tanh form, as GPT-2), down projection."""
 
     def __init__(self, config: GPTConfig, *, device: torch.device | str | None) -> None:
         super().__init__()
@@ -106,18 +106,18 @@ class FeedForward(nn.Module):
         self.down = Linear(config.ffn_hidden, config.hidden, bias=config.bias, std=_residual_std(config), device=device)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """Transform each position by itself: (B, T, C) to (B, T, C)."""
+        """Transform each position separately: (B, T, C) to (B, T, C)."""
         y_BTF = F.gelu(self.up(x_BTC), approximate="tanh")
         return self.down(y_BTF)
 
 
 class MixtureOfExperts(nn.Module):
-    """Several feed-forwards; each token's output is the weighted sum of the ``experts_per_token`` that it chose.
+    """Several feed-forwards; each token's output is the weighted sum of the ``experts_per_token`` chosen ones.
 
     The weights are the softmax over the chosen experts' scores (Mixtral, arXiv 2401.04088, section 2.1). This is the
-    dense form: every expert sees every token and has weight zero where it was not chosen. It costs
-    ``num_experts / experts_per_token`` times the arithmetic of sending tokens, and in return no shape depends on
-    data (so it runs on ``meta`` and compiles), and an expert that no token chose gets gradients of zero, not none.
+    dense form: every expert computes every token, with weight zero if it was not chosen. It costs ``num_experts /
+    experts_per_token`` times the arithmetic of the sparse form, but no shape depends on data, so it runs on ``meta``
+    and compiles. An expert that no token chose gets zero gradients instead of none.
     """
 
     def __init__(self, config: GPTConfig, *, device: torch.device | str | None) -> None:
@@ -127,21 +127,21 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(FeedForward(config, device=device) for _ in range(config.num_experts))
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """Transform each position by itself: (B, T, C) to (B, T, C)."""
+        """Transform each position separately: (B, T, C) to (B, T, C)."""
         return self.mix(x_BTC, self.weigh(x_BTC))
 
     def choose(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token, best first, and their weights, both (B, T, K)."""
+        """Return the experts of each token, best first, and their weights, both (B, T, K)."""
         top_BTK, chosen_BTK = self.router(x_BTC).topk(self.experts_per_token, dim=-1)
         return chosen_BTK, top_BTK.softmax(dim=-1)
 
     def weigh(self, x_BTC: Tensor) -> Tensor:
-        """The weight of each expert, (B, T, E); zero where it was not chosen."""
+        """Return the weight of each expert, (B, T, E); zero if it was not chosen."""
         chosen_BTK, weights_BTK = self.choose(x_BTC)
         return weights_BTK.new_zeros(*weights_BTK.shape[:-1], len(self.experts)).scatter(-1, chosen_BTK, weights_BTK)
 
     def mix(self, x_BTC: Tensor, weight_BTE: Tensor) -> Tensor:
-        """The weighted sum of what all experts give, (B, T, C)."""
+        """Return the weighted sum of all experts' outputs, (B, T, C)."""
         y_BTC = torch.zeros_like(x_BTC)
         for expert, weight_BT in zip(self.experts, weight_BTE.unbind(dim=-1), strict=True):
             y_BTC = y_BTC + weight_BT.unsqueeze(-1) * expert(x_BTC)
@@ -161,17 +161,17 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTC: Tensor, cache: KeyValueCache | None = None, layer: int = 0) -> Tensor:
-        """(B, T, C) to (B, T, C)."""
+        """Transform (B, T, C) to (B, T, C)."""
         x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), cache, layer))
         return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
 
 
 class Loss(nn.Module):
-    """Logits as they are, or their mean cross entropy where targets are given."""
+    """Returns logits unchanged, or their mean cross-entropy if targets are given."""
 
     def forward(self, logits_BTV: Tensor, targets: Tensor | None = None) -> Tensor:
-        """(B, T, V) and (B, T) to a scalar in fp32 or wider."""
-        if targets is None or logits_BTV.dim() == 0:  # the head has computed it (engine.extensions.chunked_loss)
+        """Reduce (B, T, V) and (B, T) to a scalar in fp32 or wider."""
+        if targets is None or logits_BTV.dim() == 0:  # already computed by the head (engine.extensions.chunked_loss)
             return logits_BTV
         if logits_BTV.dtype in {torch.float16, torch.bfloat16}:
             logits_BTV = logits_BTV.float()
@@ -179,7 +179,7 @@ class Loss(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids to logits, or to the mean cross entropy where targets are given.
+    """Token ids to logits, or to the mean cross-entropy if targets are given.
 
     Attributes:
         config: Its shape.
@@ -212,14 +212,14 @@ class GPT(nn.Module):
 
         Args:
             tokens: Ids (B, T), int64 or int32, ``T`` at most ``config.seq_len``. Ids are not compared with the
-                vocabulary here, which would wait for the device.
-            targets: Ids (B, T) that should follow; -100 leaves a position out.
+                vocabulary here, because the host would wait for the device.
+            targets: The next ids (B, T); -100 leaves a position out.
             positions: Positions of the tokens in their sequence (T,); ``None``: 0, 1, 2, ...
             cache: Keys and values of earlier tokens, to which those of ``tokens`` are appended.
 
         Returns:
-            Logits (B, T, V), with a cache those of its last ``num_logits`` positions, one as a rule; with targets the
-            mean cross entropy over all positions, in fp32 or wider, 0-dim.
+            Logits (B, T, V), with a cache only those of the last ``num_logits`` positions, usually one; with targets
+            the mean cross-entropy over all positions, in fp32 or wider, 0-dim.
 
         Raises:
             ConfigError: The ids have a wrong dtype or shape, or the sequence is longer than the model's positions.
@@ -231,7 +231,7 @@ class GPT(nn.Module):
         x_BTC = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions_T))
         for block in self.blocks:
             if self.config.activation_checkpointing and torch.is_grad_enabled():
-                # Without dropout nothing random runs in a block, and saving the generators' state would be for nothing.
+                # Without dropout a block uses no random numbers, so the generators' state need not be saved.
                 x_BTC = checkpoint(block, x_BTC, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
             else:
                 x_BTC = block(x_BTC)
@@ -245,7 +245,7 @@ class GPT(nn.Module):
         return self.loss(self.lm_head(self.final_norm(x_BTC[:, -cache.num_logits :])))
 
     def check(self, tokens: Tensor, targets: Tensor | None = None) -> None:
-        """Refuse ids that the model cannot take.
+        """Refuse ids of a wrong dtype or shape, or too long sequences.
 
         Raises:
             ConfigError: As :meth:`forward`.
@@ -272,23 +272,23 @@ class GPT(nn.Module):
 
 
 def _residual_std(config: GPTConfig) -> float:
-    """Spread of the projections that add to the residual stream: 2 per block, so that its variance stays put."""
+    """Standard deviation for the 2 projections per block that add to the residual stream. Keeps its variance."""
     return INIT_STD / math.sqrt(2 * config.num_layers)
 
 
 class KeyValueCache:
-    """Keys and values by layer. A model that holds some layers, or some heads, fills those.
+    """Keys and values by layer. A model with only some layers or heads fills only those.
 
     Args:
-        capacity: The most columns.
-        padding: Columns of padding before each row; empty where there are none.
+        capacity: Maximum number of columns.
+        padding: Columns of padding before each row; empty if there are none.
 
     Attributes:
-        length: Columns so far, those of the running forward included.
-        mask: The columns to which each new token attends, (B, 1, T, K); ``None``: as ``is_causal`` says.
-        is_causal: The new tokens are the first ones, and each attends to itself and all before.
-        held: Keys and values of each layer, with room for tokens to come.
-        num_logits: Of so many last positions a forward gives logits.
+        length: Number of columns so far, including those of the running forward.
+        mask: The columns to which each new token attends, (B, 1, T, K); ``None``: given by ``is_causal``.
+        is_causal: Whether the new tokens are the first ones, and each attends to itself and all earlier ones.
+        held: Keys and values of each layer, with room for further tokens.
+        num_logits: Number of last positions for which a forward returns logits.
     """
 
     def __init__(self, capacity: int, padding: Sequence[int] = ()) -> None:
@@ -303,10 +303,10 @@ class KeyValueCache:
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def begin(self, tokens: Tensor) -> Tensor:
-        """Make room for ``tokens`` (B, T); returns their positions, (B, T) or (1, T). Called once in each forward.
+        """Make room for ``tokens`` (B, T); return their positions, (B, T) or (1, T). Called once in each forward.
 
         Raises:
-            StateError: There is no room.
+            StateError: The capacity is exceeded.
         """
         T, device = tokens.shape[1], tokens.device
         first, self._num_new = self.length, T
@@ -326,14 +326,12 @@ class KeyValueCache:
         columns_K = torch.arange(self.length, device=device)
         is_text_BK = columns_K >= self._padding_B[:, None]
         is_before_TK = columns_K <= columns_T[:, None]
-        is_self_TK = (
-            columns_K == columns_T[:, None]
-        )  # padding attends to itself: a softmax over nothing is not a number
+        is_self_TK = columns_K == columns_T[:, None]  # padding attends to itself, because a softmax over nothing is NaN
         self.mask = ((is_text_BK[:, None] & is_before_TK) | is_self_TK)[:, None]
         return (columns_T - self._padding_B[:, None]).clamp_(min=0)
 
     def extend(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new tokens' keys and values of a layer; returns those of all tokens, (B, H, K, D)."""
+        """Append the new tokens' keys and values of a layer; return those of all tokens, (B, H, K, D)."""
         if layer not in self.held:
             B, H, _, D = k_BHTD.shape
             shape = (B, H, self._capacity, D)
@@ -346,11 +344,11 @@ class KeyValueCache:
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[KeyValueCache, Sequence[int]]], room: int) -> KeyValueCache:
-        """One cache with some rows of each of ``parts``, in their order, and room for ``room`` more columns.
+        """Combine rows of several caches into one cache, with room for ``room`` more columns.
 
         Args:
-            parts: Caches with the same layers, and the rows that are taken from each.
-            room: Columns of tokens to come.
+            parts: Caches with the same layers, each with the rows that are taken from it, in order.
+            room: Number of columns for further tokens.
         """
         columns = [cache.text_lengths(rows) for cache, rows in parts]
         length = max(map(max, columns))
@@ -366,43 +364,43 @@ class KeyValueCache:
         return result
 
     def text_lengths(self, rows: Sequence[int]) -> list[int]:
-        """Columns of some rows that are no padding."""
+        """Return the number of columns without padding, for some rows."""
         return [self.length - (self._padding[row] if self._padding else 0) for row in rows]
 
     @property
     def is_padded(self) -> bool:
-        """Whether a row has fewer tokens than another."""
+        """Whether some rows are padded."""
         return bool(self._padding)
 
     @property
     def room(self) -> int:
-        """Columns that still fit."""
+        """Number of columns that still fit."""
         return self._capacity - self.length
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all keys and values, room for tokens to come included."""
+        """Bytes of all keys and values, including room for further tokens."""
         return sum(tensor.nbytes for pair in self.held.values() for tensor in pair)
 
 
 class NoCache(KeyValueCache):
-    """A single forward, of which nothing is kept; it gives the logits of the last ``num_logits`` positions."""
+    """A single forward that stores nothing and returns the logits of the last ``num_logits`` positions."""
 
     def __init__(self, num_logits: int) -> None:
         super().__init__(sys.maxsize)
         self.num_logits = num_logits
 
     def extend(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values as they are."""
+        """Return the given keys and values."""
         del layer
         return k_BHTD, v_BHTD
 
 
 def join_columns(parts: Sequence[tuple[Tensor, Sequence[int]]], length: int, room: int) -> Tensor:
-    """Some rows of tensors (B, H, K, D) as one of ``length`` columns, and ``room`` more that are not set.
+    """Combine rows of tensors (B, H, K, D) into one tensor of ``length`` columns, plus ``room`` uninitialized columns.
 
-    The last columns of all are the last of the result. A row that has fewer has zeros before them, which a padding mask
-    hides: what is not set may be no number, and zero times that is none either.
+    The last columns of all parts are aligned. A shorter row starts with zeros, which a padding mask hides;
+    uninitialized values could be NaN, and zero times NaN is NaN.
     """
     first = parts[0][0]
     count = sum(len(rows) for _, rows in parts)

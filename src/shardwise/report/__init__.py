@@ -1,4 +1,4 @@
-"""Reports of runs and plans: one file of HTML each, which needs no network."""
+"""Reports of runs and plans, each one HTML file that needs no network."""
 
 from shardwise.report.plan_page import plan_report
 from shardwise.report.run import Run, read_run

@@ -1,7 +1,7 @@
-"""Data of charts. ``charts.js`` holds the specification of each kind, and Vega-Lite draws it.
+"""Data of charts. ``charts.js`` contains the specification of each kind of chart, which Vega-Lite draws.
 
-Fields have fixed names, so that nothing of a run is read as an expression. Colours are variables of ``page.css``, which
-has a light and a dark set: ``--k0`` to ``--k10`` fill areas, ``--l0`` to ``--l5`` draw lines.
+Fields have fixed names, so that no content of a run is interpreted as an expression. Colours are variables of
+``page.css``, with a light and a dark set: ``--k0`` to ``--k10`` fill areas, ``--l0`` to ``--l5`` draw lines.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from shardwise.report.numbers import finite, percent, thin, unit_of
 Chart = dict[str, Any]
 
 NUM_FILLS = 11
-#: Columns that a curve is thinned to, and points up to which each one is marked.
+#: Number of columns that a curve is thinned to, and the maximum number of points that are marked.
 COLUMNS, MARKED = 150, 20
 
 
 class Line(NamedTuple):
-    """A curve; ``None`` among its ``ys`` breaks it."""
+    """A curve; ``None`` in ``ys`` interrupts it."""
 
     name: str
     xs: Sequence[float]
@@ -29,7 +29,7 @@ class Line(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A bar of parts by name."""
+    """A stacked bar, with parts by name."""
 
     name: str
     parts: Mapping[str, float]
@@ -42,7 +42,7 @@ class Stack(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """Something that occupies a lane for a while; ``fill`` is the number of its colour."""
+    """A bar in a lane from ``start`` to ``stop``; ``fill`` is the number of its colour."""
 
     lane: str
     start: float
@@ -53,7 +53,7 @@ class Bar(NamedTuple):
 
 
 def fills_of(names: Sequence[str], order: Sequence[str] = ()) -> dict[str, int]:
-    """A colour for each name, in ``order``: that of its place there, so that it is the same in every chart."""
+    """Return a colour for each name: that of its place in ``order``, so that it is the same in every chart."""
     known = list(dict.fromkeys([*order, *names]))
     return {name: index % NUM_FILLS for index, name in enumerate(known) if name in names}
 
@@ -61,10 +61,10 @@ def fills_of(names: Sequence[str], order: Sequence[str] = ()) -> dict[str, int]:
 def line_chart(
     lines: Sequence[Line], shown: Callable[[float], str], *, from_zero: bool, may_be_log: bool
 ) -> Chart | None:
-    """Curves over steps; ``None`` where no curve has a finite value.
+    """Make a chart of curves over steps; ``None`` if no curve has a finite value.
 
     The vertical axis has the unit of ``shown``, begins at 0 if ``from_zero``, and is logarithmic if ``may_be_log`` and
-    values differ more than hundredfold.
+    values differ by more than a factor of 100.
     """
     values = [y for line in lines for each in line.ys if (y := finite(each)) is not None]
     if not values:
@@ -83,7 +83,7 @@ def line_chart(
     return {
         "kind": "lines",
         "rows": rows,
-        "names": [line.name for line in lines],  # of those without a point too: colours are the same in every chart
+        "names": [line.name for line in lines],  # with those without points, so that colours agree in all charts
         "drawn": [line.name for line in lines if line.xs],
         "unit": unit,
         "format": "~%" if shown is percent else "~s" if high >= 1000 and not unit else ".6~g",
@@ -100,10 +100,10 @@ def bar_chart(
     limit: float = 0,
     longest: float = math.inf,
 ) -> Chart | None:
-    """Horizontal bars under each other, to one scale in the unit of ``shown``; ``None`` where all are empty.
+    """Make a chart of horizontal bars with one scale in the unit of ``shown``; ``None`` if all are empty.
 
-    ``fills`` has the colour of each part, from left to right. ``limit`` is a value to mark, and ``longest`` is the last
-    possible end of the axis: longer bars are cut off there.
+    ``fills`` has the colour of each part, from left to right. ``limit`` is a value to mark. ``longest`` is the maximum
+    of the axis: longer bars are cut off there.
     """
     most = max([stack.total for stack in stacks] + [limit])
     if not most > 0:
@@ -136,9 +136,9 @@ def column_chart(
     x_name: str,
     shown: Callable[[float], str],
 ) -> Chart | None:
-    """Columns next to each other, parts on top of each other from the first fill up; ``None`` where all are empty.
+    """Make a chart of adjacent columns with stacked parts, the first fill at the bottom; ``None`` if all are empty.
 
-    ``edges`` are the begins of the columns and the end of the last one, in the unit ``x_name``.
+    ``edges`` are the starts of the columns and the end of the last one, in the unit ``x_name``.
     """
     highest = max(stack.total for stack in stacks)
     if not highest > 0:
@@ -155,9 +155,9 @@ def column_chart(
 
 
 def lane_chart(names: Mapping[str, str], bars: Sequence[Bar], *, unit: tuple[float, str], width: float) -> Chart:
-    """Time from left to right in ``unit`` (its size and its name), and a lane for each of the ``names`` by key.
+    """Make a chart of time from left to right in ``unit`` (size and name), with a lane for each of ``names``, by key.
 
-    ``width`` is in pixels; labels are shown where they fit.
+    ``width`` is in pixels; labels are shown if they fit.
     """
     end, (factor, title) = max(bar.stop for bar in bars), unit
     rows = [

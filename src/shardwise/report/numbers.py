@@ -1,4 +1,4 @@
-"""Numbers for people: losses, times, bytes, the unit of an axis, and fewer points of a long curve."""
+"""Formats losses, times and bytes, chooses the unit of an axis, and thins long curves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-#: Units in which a time or a number of bytes is written.
+#: Units of times and numbers of bytes.
 UNITS = {
     "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0,
     "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30,
@@ -15,30 +15,30 @@ UNITS = {
 
 
 def finite(value: object) -> float | None:
-    """A number that is one, else ``None``."""
+    """Return a finite number unchanged, and ``None`` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return None
     return value
 
 
 def numbers_of(given: object) -> dict[str, float]:
-    """The entries of a mapping that are numbers, and not 0."""
+    """Return the entries of a mapping that are finite numbers other than 0."""
     held = given.items() if isinstance(given, dict) else ()
     return {str(name): number for name, value in held if (number := finite(value))}
 
 
 def loss(value: float) -> str:
-    """A loss: four decimals, unless it has exploded."""
+    """Format a loss with four decimals, unless it is huge."""
     return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
 def percent(value: float) -> str:
-    """A share: ``41.2%``."""
+    """Format a fraction: ``41.2%``."""
     return f"{100 * value:.1f}%"
 
 
 def seconds(value: float) -> str:
-    """A time for people: ``251 ms``, ``1.2 s``, ``3.5 min``."""
+    """Format a time: ``251 ms``, ``1.2 s``, ``3.5 min``."""
     if value == 0:
         return "0 s"
     limits = {"µs": 1e-3, "ms": 1.0, "s": 120.0, "min": 7200.0, "h": math.inf}
@@ -47,15 +47,15 @@ def seconds(value: float) -> str:
 
 
 def unit_of(greatest: float, shown: Callable[[float], str]) -> tuple[float, str]:
-    """The unit of an axis that ends at ``greatest``: its size and its name, as ``shown`` writes half of it."""
+    """Return size and name of the unit of an axis that ends at ``greatest``: the unit in which half of it is shown."""
     name = shown(greatest / 2).rpartition(" ")[2]
     return UNITS.get(name, 1.0), name if name in UNITS else ""
 
 
 def thin(xs: Sequence[float], ys: Sequence[float | None], *, columns: int) -> list[tuple[float, float] | None]:
-    """Points of a line that looks the same ``columns`` pixels wide: the first, least, greatest and last of each.
+    """Thin a line to points that look the same in ``columns`` pixels: the first, smallest, largest and last of each.
 
-    ``None`` stands where the line is broken: values that are missing or no finite numbers.
+    ``None`` marks an interruption by values that are missing or not finite.
     """
     low = min(xs, default=0.0)
     width = (max(xs, default=0.0) - low) / columns or 1.0

@@ -1,4 +1,4 @@
-"""The page: one file that needs nothing else. Templates say what is on it, and Vega-Lite inside it draws its charts."""
+"""A self-contained HTML page: templates define its content, and embedded Vega-Lite draws its charts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from shardwise.report import numbers
 from shardwise.spec.text import printable, size
 
 _FOLDER = Path(__file__).parent
-#: The runtime that draws, as it was published, and our specifications of charts.
+#: The runtime that draws charts, as published, and our specifications of charts.
 _SCRIPTS = ("vega/vega.min.js", "vega/vega-lite.min.js", "vega/vega-interpreter.min.js", "charts.js")
 
 
 def page(template: str, title: str, **values: Any) -> str:
-    """A whole page as text, from a template and what it shows.
+    """Render a full page from a template and its values.
 
-    The template sets ``lead``, ``sections`` and ``foot``, and lists in ``page`` the titles of its sections and what is
-    left out. The page loads nothing: its policy allows the one style and the scripts that are in it, by their hashes.
+    The template sets ``lead``, ``sections`` and ``foot``, and adds the titles of its sections and omitted parts to
+    ``page``. The page loads nothing: its policy allows only its own style and scripts, by their hashes.
     """
     environment, listed = _environment(), {"titles": [], "left_out": []}
     body = environment.get_template(template).make_module({"page": listed, **values})
@@ -39,7 +39,7 @@ def _hash(text: str) -> str:
 
 @cache
 def _environment() -> Any:
-    """Templates that escape whatever they are given, and make hidden characters visible."""
+    """Return an environment of templates that escape all values, and make hidden characters visible."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 

@@ -1,4 +1,4 @@
-"""Facts that several pages show: times and bytes by part, memory over a step, streams, a pipeline's schedule."""
+"""Figures that several pages show: times and bytes by part, memory over a step, streams, a pipeline's schedule."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from shardwise.report.numbers import seconds, unit_of
 from shardwise.spec.schedule.actions import Kind, Schedule
 from shardwise.spec.schedule.simulate import Timing
 
-#: What a template shows of a chart: ``chart`` itself, and its values by name.
+#: The values of a figure for a template by name, including ``chart``.
 Figure = dict[str, Any]
-#: Categories of memory, and of a predicted time, in the order in which they are stacked.
+#: Categories of memory, and of a predicted time, in stacking order.
 MEMORY = (
     "parameters", "gradients", "optimizer", "gathered", "reduce", "activations", "logits", "host", "average",
 )  # fmt: skip
 TIME = (
     "compute", "exposed gather", "exposed reduce", "tp", "pp bubble", "cp", "ep", "optimizer", "offload", "host",
 )  # fmt: skip
-#: Colours of measured parts, and of what they leave; a predicted category has the colour of its place above.
+#: Colours of measured parts and of the remainder; the colour of a predicted category is that of its place above.
 MEASURED = {
     "measured": 8, "compute and communication": 0, "exposed communication": 1, "data": 10, "steps": 0,
     "held-out loss": 5, "checkpoints": 2, "start and the rest": 8,
 }  # fmt: skip
-#: Streams: their words, and their colours, which are those of the same words in a step's time.
+#: Titles and colours of streams; the colours are the same as those of the titles in a step's time.
 STREAMS = {
     "compute": ("compute", 0), "gather": ("all-gather", 1), "reduce": ("reduce-scatter", 2),
     "replicate": ("all-reduce over replicas", 9), "tp": ("tp", 3), "pp": ("pp", 4), "cp": ("cp", 5), "ep": ("ep", 6),
@@ -39,14 +39,14 @@ ACTIONS = {
     Kind.BACKWARD_INPUT: ("B", "backward: gradient of the input", 1),
     Kind.BACKWARD_WEIGHT: ("W", "backward: gradients of the weights", 2),
 }
-#: Pixels of a drawing, at least and at most; computations of a pipeline that are drawn at most.
+#: Minimum and maximum width in pixels; maximum number of computations of a pipeline that are drawn.
 NARROWEST, WIDEST, MOST_ACTIONS = 950.0, 8000.0, 5000
 
 
 def stacked(
     stacks: Sequence[Stack], order: Sequence[str], *, shown: Callable[[float], str], **more: Any
 ) -> Figure | None:
-    """Bars whose parts have the order and the colours of ``order``; ``None`` where all are empty."""
+    """Make a figure of bars with parts in the order and colours of ``order``; ``None`` if all are empty."""
     fills = fills_of([name for stack in stacks for name, held in stack.parts.items() if held > 0], order)
     fills = dict(sorted(((name, MEASURED.get(name, fill)) for name, fill in fills.items()), key=lambda item: item[1]))
     return with_values(bar_chart(stacks, fills, shown=shown, **more), stacks, fills, shown)
@@ -55,7 +55,7 @@ def stacked(
 def with_values(
     chart: Chart | None, stacks: Sequence[Stack], fills: Mapping[str, int], shown: Callable[[float], str]
 ) -> Figure | None:
-    """A chart of bars or columns with its parts' colours, and a row of values for each bar: name, parts, sum."""
+    """Combine a chart of bars or columns with its colours, and a row of values for each bar: name, parts, sum."""
     rows = [
         [stack.name, *(shown(stack.parts.get(name, 0)) for name in fills), stack.note or shown(stack.total)]
         for stack in stacks
@@ -66,7 +66,7 @@ def with_values(
 def memory_timeline(
     moments: Sequence[tuple[str, Mapping[str, float]]], *, shown: Callable[[float], str]
 ) -> Figure | None:
-    """Bytes by category at the moments of a step; ``None`` of fewer than two moments."""
+    """Make a figure of bytes by category at the moments of a step; ``None`` for fewer than two moments."""
     if len(moments) < 2:
         return None
     stacks = [Stack(f"{index}. {name}", parts) for index, (name, parts) in enumerate(moments, 1)]
@@ -77,9 +77,9 @@ def memory_timeline(
 
 
 def streams(spans: Sequence[Span], waits: Mapping[str, float] | None = None, note: str = "") -> Figure | None:
-    """A lane for each stream, and how long each is busy; ``None`` without spans.
+    """Make a figure with a lane for each stream, and each stream's busy time; ``None`` without spans.
 
-    ``waits`` are seconds in which computation waits, by what it waits for; ``note`` is a sentence about the spans.
+    ``waits`` are seconds in which computation waits, by cause; ``note`` is a sentence about the spans.
     """
     if not spans:
         return None
@@ -106,7 +106,7 @@ def streams(spans: Sequence[Span], waits: Mapping[str, float] | None = None, not
 
 
 def _busy_s(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one of the spans runs: on a CPU several collectives of one stream overlap."""
+    """Return the seconds in which at least one span is active; on a CPU collectives of one stream may overlap."""
     busy_s, until = 0.0, -math.inf
     for span in sorted(spans, key=lambda span: span.begin_s):
         busy_s += max(0.0, span.end_s - max(span.begin_s, until))
@@ -115,7 +115,7 @@ def _busy_s(spans: Sequence[Span]) -> float:
 
 
 def pipeline(built: Schedule, timing: Timing, unit_s: float | None = None) -> Figure:
-    """The chart of a schedule, where it is not too large to be drawn; ``unit_s`` are the seconds of a unit of time."""
+    """Make a figure of a schedule, without chart if it is too large; ``unit_s`` is the duration of a unit of time."""
     found = {"built": built, "timing": timing, "unit_s": unit_s, "chart": None}
     actions = [(rank, span, *ACTIONS[span.action.kind]) for rank, held in enumerate(timing.spans) for span in held]
     legend = list(dict.fromkeys((f"{letter} {word}", fill) for _, _, letter, word, fill in actions))

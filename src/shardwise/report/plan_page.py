@@ -1,4 +1,4 @@
-"""The report of plans: what fits, how fast it is, and why, before anything is launched."""
+"""The report of plans before a launch: which ones fit, how fast they are, and why."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from shardwise.sim.pipeline import SimulatedPipeline
 from shardwise.spec.errors import PlanError
 from shardwise.spec.mesh import AXES
 
-#: Plans whose bars are drawn.
+#: Maximum number of plans whose bars are drawn.
 BARS = 12
 
 
 def plan_report(estimates: Sequence[Estimate], *, remedies: Sequence[str] = ()) -> str:
-    """One page of HTML about plans, the best first, for one model on one cluster.
+    """Return an HTML page about plans for one model on one cluster, best plan first.
 
     Args:
         estimates: The plans.
-        remedies: Where none fits: changes with which one would, in words.
+        remedies: If none fits: changes with which one would, in words.
 
     Raises:
         PlanError: There is no plan.
@@ -57,7 +57,7 @@ def plan_report(estimates: Sequence[Estimate], *, remedies: Sequence[str] = ()) 
 
 
 def _step(best: Estimate) -> dict[str, Figure | None]:
-    """The first plan's simulated step: streams, or the pipeline's ranks."""
+    """Return the first plan's simulated step: streams, or the pipeline's ranks."""
     step = simulated(best)
     if isinstance(step, SimulatedPipeline):
         return {"one_stage": None, "schedule": pipeline(step.schedule, step.timing, float(step.timing.unit))}
@@ -66,7 +66,7 @@ def _step(best: Estimate) -> dict[str, Figure | None]:
 
 
 def _times(plans: Sequence[Estimate]) -> Figure | None:
-    """Bars of the plans that fit; of the first one where none does."""
+    """Return bars of the plans that fit, or of the first plan if none fits."""
     numbered = [(f"{index}. {title(each)}", each) for index, each in enumerate(plans, 1)]
     numbered = [(name, each) for name, each in numbered if each.fits] or numbered[:1]
     stacks = [Stack(name, each.time.by_category, seconds(each.step_time_s)) for name, each in numbered]
@@ -75,7 +75,7 @@ def _times(plans: Sequence[Estimate]) -> Figure | None:
 
 
 def _memory(plans: Sequence[Estimate]) -> Figure | None:
-    """Bars of bytes by category, with what a device holds in addition to tensors."""
+    """Return bars of bytes by category, including what a device stores in addition to tensors."""
     stacks = []
     for index, each in enumerate(plans, 1):
         held = each.memory

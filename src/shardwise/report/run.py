@@ -1,4 +1,4 @@
-"""The files of a run's folder, as far as they can be read: a run that died leaves files out, or lines cut short."""
+"""The readable files of a run's folder: a run that died may have missing files, or lines that are cut short."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from shardwise.spec.run_files import CONFIG, ENVIRONMENT, MEMORY, METRICS, MODEL
 from shardwise.spec.shown import Page, Shown, vars_of
 from shardwise.spec.text import printable, size
 
-#: Steps at the beginning of a process that are slower than the rest: tensors are counted in them on a CPU.
+#: Number of slow steps at the start of a process, in which tensors are counted on a CPU.
 SLOW_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Run(Shown):
-    """A run's files; in a notebook its newest records.
+    """A run's files; displayed in a notebook as its newest records.
 
     Attributes:
         directory: Its folder.
         config: ``config.yaml``.
         plan: ``plan.json``.
-        summary: ``summary.json``; empty where the run has not ended, or died.
+        summary: ``summary.json``; empty if the run has not ended, or died.
         environment: ``environment.json``.
         memory: ``memory.json``.
-        predicted: ``predicted.json``: what the planner said of a step before the first one.
+        predicted: ``predicted.json``: the planner's prediction of a step.
         records: The lines of ``metrics.jsonl``.
         model: ``model.txt``.
-        problems: What could not be read, in words.
+        problems: Descriptions of unreadable files.
     """
 
     directory: Path
@@ -54,17 +54,17 @@ class Run(Shown):
         return self.directory.resolve().name
 
     def page(self) -> Page:
-        """The newest steps, and what could not be read."""
+        """Return the newest steps, and the problems, as readable text."""
         shown = [key for key in _SHOWN if self.has(key)]
         newest = [[_cell(record.get(key)) for key in shown] for record in self.records[-10:]]
         return Page([f"{self.name}: {len(self.records):,} steps"], [shown or ["step"], *newest], self.problems, ())
 
     def to_records(self) -> list[dict[str, Any]]:
-        """A row for each step."""
+        """Return a record for each step."""
         return self.records
 
     def to_dict(self) -> dict[str, Any]:
-        """All files that could be read."""
+        """Return the content of all files that could be read."""
         return vars_of(self) | {"directory": str(self.directory)}
 
     @property
@@ -74,22 +74,22 @@ class Run(Shown):
 
     @property
     def predicted_bytes(self) -> dict[str, float]:
-        """Predicted bytes of the fullest rank by category, without categories that hold none."""
+        """Predicted bytes of the fullest rank by category, without empty categories."""
         return numbers_of(self.plan.get("predicted_bytes_per_rank"))
 
     def values(self, key: str) -> list[float | None]:
-        """A number of each record; ``None`` where it is missing or not finite."""
+        """Return a number of each record; ``None`` if it is missing or not finite."""
         return [finite(record.get(key)) for record in self.records]
 
     def has(self, key: str) -> bool:
-        """Whether any record has that number."""
+        """Return whether any record has that number."""
         return any(value is not None for value in self.values(key))
 
     @property
     def steady(self) -> list[dict[str, Any]]:
-        """The records without the first, slow steps, where there are others.
+        """The records without the first, slow steps, unless there are no others.
 
-        With a summary these are the steps that it timed: of a resumed run, steps since it was resumed.
+        With a summary these are the steps that it timed; in a resumed run, steps since the resume.
         """
         timed = self.summary.get("timed_steps")
         if isinstance(timed, int) and 0 < timed <= len(self.records):
@@ -97,11 +97,11 @@ class Run(Shown):
         return self.records[SLOW_STEPS:] or self.records
 
     def median(self, key: str) -> float | None:
-        """The median of a number over the steady steps."""
+        """Return the median of a number over the steady steps."""
         return statistics.median(found) if (found := self._steady(key)) else None
 
     def mean(self, key: str) -> float | None:
-        """The mean of a number over the steady steps."""
+        """Return the mean of a number over the steady steps."""
         found = self._steady(key)
         return sum(value / len(found) for value in found) if found else None  # a sum could overflow
 
@@ -109,44 +109,44 @@ class Run(Shown):
         return [value for record in self.steady if (value := finite(record.get(key))) is not None]
 
     def last(self, key: str) -> float | None:
-        """The newest value of a number."""
+        """Return the newest value of a number."""
         return next((value for value in reversed(self.values(key)) if value is not None), None)
 
     def predicted_number(self, key: str) -> float | None:
-        """A number of summary.json or, where that lacks it, of plan.json."""
+        """Return a number from summary.json or, if that lacks it, from plan.json."""
         return next((value for held in (self.summary, self.plan) if (value := finite(held.get(key))) is not None), None)
 
     @property
     def peak_bytes(self) -> float | None:
-        """Measured bytes of tensors at the peak, of the fullest rank."""
+        """Measured peak bytes of tensors on the fullest rank."""
         return finite(self.summary.get("peak_memory_bytes")) or self.last("peak_memory_bytes")
 
     @property
     def step_time_s(self) -> float | None:
-        """Measured seconds of a step: the mean after the first ones."""
+        """Measured seconds of a step: the mean without the first steps."""
         return finite(self.summary.get("step_time_s")) or self.mean("step_time_s")
 
     @property
     def parallel(self) -> dict[str, Any]:
-        """The plan that it was made with."""
+        """The plan of the run."""
         found = self.plan.get("parallel") or self.config.get("parallel")
         return found if isinstance(found, dict) else {}
 
     @property
     def plan_name(self) -> str:
-        """The strategy, and the degrees above one of the axes that divide a model; or nothing."""
+        """The strategy, and the degrees above one of the axes that divide a model; may be empty."""
         strategy = self.summary.get("strategy") or self.parallel.get("strategy")
         degrees = ((axis, self.parallel.get(axis)) for axis in ("tp", "pp", "cp", "ep"))
         return " ".join([str(strategy or ""), *(f"{axis}={size}" for axis, size in degrees if size not in (None, 1))])
 
     @property
     def model_name(self) -> str:
-        """The model's name, or nothing."""
+        """The model's name; may be empty."""
         model = self.config.get("model")
         return str(model.get("preset") or model.get("hf") or "") if isinstance(model, dict) else ""
 
     def predicted_vs_measured(self) -> list[tuple[str, str, str, str]]:
-        """Quantity, predicted, measured, and measured over predicted; of all that has both, or one of them."""
+        """Rows of quantity, predicted, measured, and measured over predicted, where at least one is known."""
         found = []
         for name, predicted, measured, shown in (
             ("peak memory of tensors", self.predicted_number("predicted_peak_memory_bytes"), self.peak_bytes, size),
@@ -161,7 +161,7 @@ class Run(Shown):
         return found
 
     def warnings(self) -> list[str]:
-        """One sentence for each thing that went wrong, or differently from what was predicted."""
+        """Return a sentence for each problem, and for each measurement well above its prediction."""
         norms = zip(self.values("loss_scale"), self.values("grad_norm"), strict=True)
         skipped = sum(scale is not None and norm is None for scale, norm in norms)
         broken, failed, found = self.values("loss").count(None), self.summary.get("failed_saves"), []
@@ -185,7 +185,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-#: The numbers of a record that a notebook shows.
+#: Numbers of a record that a notebook shows.
 _SHOWN = ("step", "loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "step_time_s", "mfu", "peak_memory_bytes")
 
 
@@ -197,7 +197,7 @@ def read_run(directory: Path) -> Run:
     """Read a run's folder.
 
     Raises:
-        ConfigError: It is no run's folder.
+        ConfigError: It is not a run's folder.
     """
     if not any((directory / name).is_file() for name in (CONFIG, PLAN, METRICS, SUMMARY)):
         what = "holds no run" if directory.is_dir() else "is no folder"
@@ -242,7 +242,7 @@ def _mapping(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _records(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The records in order of their steps; of a step that is there twice, the newest."""
+    """Return the records in order of their steps; of several records of a step the newest."""
     found: dict[int, dict[str, Any]] = {}
     num_bad = 0
     for line in _text(path, problems).splitlines():

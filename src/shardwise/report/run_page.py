@@ -1,4 +1,4 @@
-"""The reports of one run and of several side by side: what ``run.html.jinja`` and ``compare.html.jinja`` show."""
+"""Reports of one run and comparisons of several: the values for ``run.html.jinja`` and ``compare.html.jinja``."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from shardwise.spec.schedule.builders import pipeline_policy
 from shardwise.spec.schedule.simulate import Durations, simulate
 from shardwise.spec.text import size
 
-#: Rows of a table of values at most.
+#: Maximum number of rows of a table of values.
 ROWS = 12
-#: Parts of a step in metrics.jsonl, and of a run in summary.json. What they leave is computation; or the start, and
-#: whatever else is between steps.
+#: Parts of a step in metrics.jsonl, and of a run in summary.json. The remainder is computation, or the start of the run
+#: and time between steps.
 STEP = {"exposed_time_s": "exposed communication", "optimizer_time_s": "optimizer", "data_time_s": "data"}
 RUN = {"steps_time_s": "steps", "eval_time_s": "held-out loss", "checkpoint_time_s": "checkpoints"}
 
 
 class Curve(NamedTuple):
-    """A number of the records: its key in ``metrics.jsonl``, its title, the text of a value, and its axis."""
+    """A number of the records: its key in ``metrics.jsonl``, its title, the format of a value, and its axis."""
 
     key: str
     title: str
@@ -38,7 +38,7 @@ class Curve(NamedTuple):
     may_be_log: bool = False
 
     def line(self, run: Run, name: str = "") -> Line:
-        """Its values, if any; of the held-out loss those that there are, the first of which is in summary.json."""
+        """Return its values; of the held-out loss only existing ones, including the first one from summary.json."""
         steps, values = (run.steps, run.values(self.key)) if run.has(self.key) else ([], [])
         if self is HELD_OUT:
             before = (0, finite(run.summary.get("eval_loss_first")))
@@ -59,7 +59,7 @@ CURVES = (
 
 
 def run_page(run: Run) -> str:
-    """One page of HTML."""
+    """Return an HTML page about a run."""
     held_out = HELD_OUT.line(run, "held out")
     losses = {LOSS: [LOSS.line(run, "training")], HELD_OUT: [held_out] * bool(held_out.xs)}
     figures = [curve_figure(losses), *(curve_figure({curve: [curve.line(run)]}) for curve in CURVES)]
@@ -84,7 +84,7 @@ def run_page(run: Run) -> str:
 
 
 def curve_figure(given: Mapping[Curve, Sequence[Line]]) -> parts.Figure | None:
-    """Curves in one chart, with the first number's title and axis; and some values of each number, evenly spread."""
+    """Draw curves in one chart, with the first number's title and axis; include evenly spaced values of each number."""
     curve = next(iter(given))
     lines = [line for held in given.values() for line in held]
     chart = line_chart(lines, curve.shown, from_zero=curve.from_zero, may_be_log=curve.may_be_log)
@@ -112,7 +112,7 @@ def curve_figure(given: Mapping[Curve, Sequence[Line]]) -> parts.Figure | None:
 
 
 def memory_stacks(run: Run, before: str = "") -> list[Stack]:
-    """Bars of the predicted and of the measured peak, where they are known."""
+    """Return bars of the predicted and the measured peak, as far as they are known."""
     given = {"predicted": run.predicted_bytes, "measured": {"measured": run.peak_bytes or 0.0}}
     stacks = [Stack(before + name, held) for name, held in given.items()]
     return [stack._replace(note=size(stack.total)) for stack in stacks if stack.total > 0]
@@ -128,7 +128,7 @@ def _moments(run: Run) -> list[tuple[str, dict[str, float]]]:
 
 
 def _measured_memory(run: Run) -> parts.Figure | None:
-    """Measured bytes of rank 0 over one step: what the engine holds all the time, and what comes and goes."""
+    """Return measured bytes of rank 0 over one step: the engine's constant bytes, and temporary ones."""
     held, moments, counts = (run.memory.get(key) for key in ("held_bytes", "seconds", "bytes"))
     if not (isinstance(held, dict) and isinstance(moments, list) and isinstance(counts, list)):
         return None
@@ -150,7 +150,7 @@ def _measured_memory(run: Run) -> parts.Figure | None:
 
 
 def _times(run: Run) -> dict[str, parts.Figure | None]:
-    """Parts of a step, predicted and measured (the mean without the first ones); and of the process that ended last."""
+    """Return parts of a step, predicted and measured (mean without the first steps), and parts of the last process."""
     step = {name: held for key, name in STEP.items() if (held := run.mean(key)) is not None}
     whole = {name: held for key, name in RUN.items() if (held := finite(run.summary.get(key))) is not None}
     rest = "compute" if "exposed communication" in step else "compute and communication"
@@ -172,7 +172,7 @@ def _with_rest(whole: float | None, known: Mapping[str, float], rest: str) -> Ma
 
 
 def _predicted_streams(run: Run) -> parts.Figure | None:
-    """The planner's step, as streams."""
+    """Return the planner's predicted step as streams."""
     found = run.predicted.get("spans")
     spans = [
         Span(str(each[0]), float(each[1]), float(each[2]), str(each[3]))
@@ -183,7 +183,7 @@ def _predicted_streams(run: Run) -> parts.Figure | None:
 
 
 def _measured_streams(run: Run) -> parts.Figure | None:
-    """The trace of rank 0 that ``train --profile-steps`` left, as streams."""
+    """Return rank 0's trace from ``train --profile-steps`` as streams."""
     try:
         events = json.loads((run.directory / PROFILE / "rank-0.json").read_text("utf-8"))["traceEvents"]
         names = {each["tid"]: str(each["args"]["name"]) for each in events if each.get("name") == "thread_name"}
@@ -198,7 +198,7 @@ def _measured_streams(run: Run) -> parts.Figure | None:
 
 
 def innermost(spans: Sequence[Span]) -> list[Span]:
-    """The spans without those that enclose another of their stream, as the root's forward does its units'."""
+    """Return the spans that enclose no other span of their stream; the root's forward, for example, encloses units'."""
     found: list[Span] = []
     for name in dict.fromkeys(span.stream for span in spans):
         row = sorted((span for span in spans if span.stream == name), key=lambda span: (span.begin_s, -span.end_s))
@@ -207,7 +207,7 @@ def innermost(spans: Sequence[Span]) -> list[Span]:
 
 
 def _pipeline(run: Run) -> parts.Figure | str:
-    """The schedule where forward and each half of backward take the same time; or why there is none."""
+    """Return the schedule if forward and each half of backward take the same time; or why there is none."""
     pp = run.parallel.get("pp", 1)
     if not isinstance(pp, int) or pp < 2:
         return "the plan has one stage"
@@ -222,7 +222,7 @@ def _pipeline(run: Run) -> parts.Figure | str:
 
 
 def mesh_of(sizes: Any, ep: int) -> Mesh | None:
-    """The mesh of such sizes, if they make one."""
+    """Return the mesh of the given sizes if they are valid."""
     try:
         return Mesh(**{axis: sizes.get(axis, 1) for axis in AXES}, ep=ep)
     except (MeshError, TypeError, AttributeError):
@@ -230,7 +230,7 @@ def mesh_of(sizes: Any, ep: int) -> Mesh | None:
 
 
 def _units(run: Run) -> list[dict[str, Any]]:
-    """Names, elements and owned elements of the units, where plan.json has all of them."""
+    """Return names, elements and owned elements of the units, if plan.json has all of them."""
     units = run.plan.get("units")
     held = units if isinstance(units, list) and all(isinstance(unit, dict) for unit in units) else []
     owned = [(unit.get("owned"), unit.get("numel")) for unit in held]
@@ -239,7 +239,7 @@ def _units(run: Run) -> list[dict[str, Any]]:
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """A nested mapping as ``section.field`` and text."""
+    """Flatten a nested mapping to text by ``section.field``."""
     found: dict[str, str] = {}
     for key, value in values.items():
         is_nested = isinstance(value, dict) and value
@@ -256,7 +256,7 @@ def _text(value: object) -> str:
 
 
 def compare_page(runs: Sequence[Run]) -> str:
-    """One page of HTML that lays runs over each other."""
+    """Return an HTML page that compares runs."""
     letters = [chr(ord("A") + index) if index < 26 else f"#{index + 1}" for index in range(len(runs))]
     names = [f"{letter} {name}" for letter, name in zip(letters, _names(runs), strict=True)]
     figures = [
@@ -277,7 +277,7 @@ def compare_page(runs: Sequence[Run]) -> str:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """The folders' names, with as much of the path as tells them apart."""
+    """Return the folders' names, extended by parts of the path if they are not unique."""
     names = [run.name for run in runs]
     if len(set(names)) == len(names):
         return names
@@ -287,7 +287,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _differences(found: Sequence[dict[str, str]]) -> list[list[str]] | None:
-    """Settings that are not the same everywhere; ``None`` where nothing is set."""
+    """Return settings that differ between runs; ``None`` if there are no settings."""
     keys = list(dict.fromkeys(key for values in found for key in values))
     rows = [[key, *(values.get(key, "not set") for values in found)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1] if keys else None

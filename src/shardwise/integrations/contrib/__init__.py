@@ -1,1 +1,1 @@
-"""Integrations that were tested in parts only: the top of each module says what has never been run."""
+"""Integrations that were tested only in part: the top of each module says what has never been run."""

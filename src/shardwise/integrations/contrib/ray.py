@@ -1,7 +1,7 @@
 """Checkpoints in Ray Train.
 
-Tested with two workers on the CPUs of one machine. It has never run on a GPU, on several machines or with storage that
-is no file system.
+Tested with two workers on the CPUs of one machine. It has never run on a GPU, on several machines, or with storage
+other than a file system.
 
 ::
 
@@ -47,24 +47,24 @@ def report(
     state: dict[str, Any] | None = None,
     scratch: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Save a checkpoint and give it to ``ray.train.report`` with these metrics.
+    """Save a checkpoint and pass it to ``ray.train.report`` with these metrics.
 
-    All workers write into one folder below the run's storage path, where it stays: nothing is copied. Ray removes old
-    ones by its ``CheckpointConfig(num_to_keep=...)``.
+    All workers write into one folder below the run's storage path, where the checkpoint stays: nothing is copied. Ray
+    removes old checkpoints by its ``CheckpointConfig(num_to_keep=...)``.
 
     Args:
         metrics: As for ``ray.train.report``.
         model: A parallelized model.
         optimizer: As for ``sw.save``.
-        state: As for ``sw.save``: what :func:`restore` returns.
-        scratch: Where the storage path is no file system (``s3://...``): a folder that all workers see. The checkpoint
-            is written there, rank 0 uploads it, and Ray removes the local copy.
+        state: As for ``sw.save``; returned by :func:`restore`.
+        scratch: If the storage path is not a file system (``s3://...``): a folder that all workers share. The
+            checkpoint is written there, rank 0 uploads it, and Ray removes the local copy.
 
     Collective:
         As ``sw.save``. All workers must call.
 
     Raises:
-        CheckpointError: The storage path is no file system, and there is no ``scratch``; or as ``sw.save``.
+        CheckpointError: The storage path is not a file system and ``scratch`` is missing; or as ``sw.save``.
     """
     context = ray.train.get_context()
     storage = context.get_storage()
@@ -74,7 +74,7 @@ def report(
             "  Pass scratch=FOLDER, a folder that all workers see; Ray uploads the checkpoint from there."
         )
     now = f"checkpoint_{dt.datetime.now(dt.UTC):%Y-%m-%d_%H-%M-%S.%f}"
-    name = ray.train.collective.broadcast_from_rank_zero(now)  # a worker group that starts again takes a new name
+    name = ray.train.collective.broadcast_from_rank_zero(now)  # a restarted worker group uses a new name
     folder = sw.save(Path(scratch or storage.experiment_fs_path, name), model, optimizer, state=state)
     if scratch is None:
         mode, is_reporting = CheckpointUploadMode.NO_UPLOAD, True
@@ -92,16 +92,16 @@ def report(
 def restore(
     model: nn.Module, optimizer: Optimizers | None = None, checkpoint: Checkpoint | None = None
 ) -> dict[str, Any] | None:
-    """Fill a model and its optimizer from a reported checkpoint, of any number of workers and any strategy.
+    """Fill a model and its optimizer from a reported checkpoint of any number of workers and any strategy.
 
     Args:
         model: A parallelized model.
         optimizer: As for ``sw.load``.
-        checkpoint: Another run's (``result.checkpoint``); by default the newest of this run, which a run has when Ray
-            has started its workers again. A remote one is downloaded, once for each machine.
+        checkpoint: Another run's checkpoint (``result.checkpoint``), used if this run has none yet, as it has after Ray
+            has restarted its workers. A remote one is downloaded, once for each machine.
 
     Returns:
-        The ``state`` given to :func:`report`; ``None`` where there is no checkpoint yet.
+        The ``state`` given to :func:`report`; ``None`` if there is no checkpoint yet.
 
     Collective:
         As ``sw.load``. All workers must call.

@@ -8,9 +8,8 @@ with rollouts.
     torchrun --nproc-per-node 8 -m verl.trainer.sft_trainer engine=fsdp engine.strategy=shardwise +engine.plan=zero3
         engine._target_=shardwise.integrations.contrib.verl.ShardwiseEngineConfig ...
 
-``_target_`` imports this module, which registers the engine under ``backend="shardwise"``. It is verl's FSDP engine for
-language models (how a batch is divided, what of the logits is the loss), with a model that ``sw.parallelize`` has made
-shards.
+``_target_`` imports this module, which registers the engine under ``backend="shardwise"``. The engine is verl's FSDP
+engine for language models (division of batches, loss), with a model that ``sw.parallelize`` has sharded.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from shardwise.integrations.trainer import check_samples
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.plan import ParallelPlan
 
-#: Of verl's FSDP section: what the plan says here, with the values that say nothing.
+#: Fields of verl's FSDP section that the plan replaces, with their values without effect.
 _IN_THE_PLAN: dict[str, tuple[Any, ...]] = {
     "wrap_policy": ({}, {"min_num_params": 0}),
     "param_offload": (False,),
@@ -54,12 +53,12 @@ class ShardwiseEngineConfig(FSDPEngineConfig):
     """The engine section of verl's configuration.
 
     Attributes:
-        strategy: ``"shardwise"``, by which verl finds the engine.
-        plan: The name of a strategy, or fields of a ``ParallelPlan``. ``tp``, ``pp`` and ``cp`` are refused: verl gives
-            every rank other samples. Where it has no ``mp_policy``, verl's ``mixed_precision`` counts.
+        strategy: ``"shardwise"``, which selects this engine in verl.
+        plan: The name of a strategy, or fields of a ``ParallelPlan``. ``tp``, ``pp`` and ``cp`` are refused, because
+            verl gives every rank different samples. Without ``mp_policy``, verl's ``mixed_precision`` is used.
 
     Raises:
-        PlanError: The plan is refused, or a field of FSDP is set that the plan says here.
+        PlanError: The plan is refused, or a field of FSDP is set that the plan replaces.
     """
 
     strategy: str = "shardwise"
@@ -81,7 +80,7 @@ class ShardwiseEngineConfig(FSDPEngineConfig):
 
     @property
     def parallel_plan(self) -> ParallelPlan:
-        """The plan."""
+        """The plan as a ``ParallelPlan``."""
         return ParallelPlan(strategy=self.plan) if isinstance(self.plan, str) else ParallelPlan(**self.plan)
 
 
@@ -99,7 +98,7 @@ class ShardwiseEngine(FSDPEngineWithLMHead):
         self._saved: list[Path] = []
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
-        """Make verl's model shards: rank 0 has read the weights, and sends each rank what it owns."""
+        """Shard verl's model. Rank 0 has read the weights, and sends each rank the part that the rank owns."""
         settings = self.engine_config.mixed_precision or {}
         computes = PrecisionType.to_dtype(settings.get("param_dtype", "bf16"))
         reduces = PrecisionType.to_dtype(settings.get("reduce_dtype", "fp32"))
@@ -122,7 +121,7 @@ class ShardwiseEngine(FSDPEngineWithLMHead):
             yield
 
     def optimizer_step(self) -> float:
-        """Clip by the norm of the whole model; a step whose norm is not finite is left out, on all ranks.
+        """Clip by the norm of the whole model and update; if the norm is not finite, all ranks skip the update.
 
         Returns:
             The norm before clipping.
@@ -138,10 +137,10 @@ class ShardwiseEngine(FSDPEngineWithLMHead):
         return norm.item()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:  # noqa: FBT001, FBT002  verl's form
-        """Nothing on the device where the shards are.
+        """Do nothing for the device of the shards, which cannot be moved.
 
         Raises:
-            StateError: They are to move.
+            StateError: Another device is requested.
         """
         if (model or optimizer or grad) and device != get_device_name():
             raise StateError(
@@ -159,13 +158,13 @@ class ShardwiseEngine(FSDPEngineWithLMHead):
         max_ckpt_to_keep: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write ``shardwise/`` as ``sw.save`` does, and with ``hf_model`` in ``save_contents`` a Hugging Face folder.
+        """Write ``shardwise/`` by ``sw.save``, and with ``hf_model`` in ``save_contents`` a Hugging Face folder.
 
         Collective:
             As ``sw.save``, and as ``sw.export``.
 
         Raises:
-            StateError: A path in HDFS is given; verl's trainer copies the folder by itself.
+            StateError: ``hdfs_path`` is given; verl's trainer copies the folder itself.
         """
         del kwargs
         if hdfs_path is not None:
@@ -193,7 +192,7 @@ class ShardwiseEngine(FSDPEngineWithLMHead):
         del_local_after_load: bool = True,  # noqa: FBT001, FBT002  verl's form
         **kwargs: Any,
     ) -> None:
-        """The inverse of :meth:`save_checkpoint`, on any number of ranks and under any strategy.
+        """Load what :meth:`save_checkpoint` saved, on any number of ranks and under any strategy.
 
         Collective:
             As ``sw.load``.
@@ -203,7 +202,7 @@ class ShardwiseEngine(FSDPEngineWithLMHead):
         self.lr_scheduler.load_state_dict(state["schedule"])
 
     def get_per_tensor_param(self, **kwargs: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """Whole weights in 16 bit, unit by unit, for verl's inference engines.
+        """Yield unsharded weights in 16 bit, unit by unit, for verl's inference engines.
 
         Collective:
             As ``sw.iterate_full_parameters``, while the iterator is read. All ranks must read all of it.
@@ -220,7 +219,7 @@ class ShardwiseEngine(FSDPEngineWithLMHead):
 
 
 def _leave_to_rank_0(module: nn.Module, device: torch.device) -> None:
-    """Put the parameters on meta, tied ones together, and the buffers on the device."""
+    """Move the parameters to meta, keeping ties, and the buffers to the device."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
