@@ -1,15 +1,15 @@
-"""The real CUDA code on a CPU, under a detector of races between streams.
+"""Runs the real CUDA code on a CPU, under a detector of races between streams.
 
 ::
 
     with streams.pretended_cuda() as seen:
-        train()  # tensors of "cuda" lie in memory of the host, NCCL's collectives go over Gloo
-    seen.check()  # StreamError: every race and every early free, with both stacks and the wait that is missing
+        train()  # "cuda" tensors are in host memory, NCCL's collectives use Gloo
+    seen.check()  # StreamError: every race and every early free, with both stacks and the missing wait
 
-Where to read: ``clocks`` (what is certain to have happened), ``memory`` (who has used which bytes), ``detector`` (the
-rules), ``operators`` (what a kernel reads and writes), ``device`` and ``tensors`` (what is pretended), ``threads``,
-``calls`` (NCCL without NCCL), ``lone`` (one rank of a world that is not there), ``report`` (what is found),
-``deadlocks`` (whether the collectives of all ranks can end), ``world`` (those of a large world, by dry runs).
+Modules: ``clocks`` (vector clocks), ``memory`` (accesses to bytes), ``detector`` (the rules), ``operators`` (reads and
+writes of a kernel), ``device`` and ``tensors`` (the pretended GPU), ``threads`` (order between host threads), ``calls``
+(NCCL's collectives without NCCL), ``lone`` (one rank of a world that does not exist), ``report`` (findings),
+``deadlocks`` (whether the collectives of all ranks can end), ``world`` (collectives of a large world, by dry runs).
 """
 
 from shardwise.testing.streams.deadlocks import DeadlockError, refuse_deadlocks

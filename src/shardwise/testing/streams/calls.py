@@ -1,8 +1,8 @@
 """NCCL's collectives without NCCL: ``torch.distributed``'s calls on tensors of a pretended device.
 
-A call is a kernel of the current stream, and returns at once. What it sends is copied; the results are written where a
-stream or the host waits for them. What moves them is a *carrier*: Gloo, in one thread for each communicator and in the
-order of issue, or nobody, where this process stands for one rank of a world that does not exist.
+A call is a kernel of the current stream, and returns at once. Sent data is copied at the call. Results are written when
+a stream or the host waits for them. A *carrier* transports the data: Gloo, in one thread for each communicator and in
+the order of issue; or no transport, if this process acts as one rank of a world that does not exist.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from shardwise.testing.streams.memory import Target
 from shardwise.testing.streams.places import here
 from shardwise.testing.streams.report import Collective
 
-#: Gives the results of a collective, in the order of its targets.
+#: Returns the results of a collective, in the order of its targets.
 Move = Callable[[], Sequence[Tensor]]
 
 
 class Message(NamedTuple):
-    """One of a group of sends and receives; ``dist.P2POp`` of a group that is not NCCL's would refuse the device."""
+    """A send or receive in a batch. ``dist.P2POp`` would refuse the device, because the group is not NCCL's."""
 
     move: Any
     buffer: Tensor
@@ -41,30 +41,30 @@ class Message(NamedTuple):
 
 
 class Carrier(ABC):
-    """Moves what a collective sends, in the order of issue on each communicator."""
+    """Transports the data of collectives, in the order of issue on each communicator."""
 
     @abstractmethod
     def gathered(self, sent: Tensor, group: Any) -> list[Tensor]:
-        """Every rank's ``sent``, which are equally large."""
+        """Every rank's ``sent``, all of the same size."""
 
     @abstractmethod
     def exchanged(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Any) -> None:
-        """Send to and receive from ranks of the group."""
+        """Send tensors to ranks of the group, and receive into tensors from ranks of the group."""
 
     @abstractmethod
     def start(self, group: Any, move: Move) -> Future[Sequence[Tensor]]:
-        """Run ``move`` when all that was started on this group before has been run."""
+        """Run ``move`` after everything that was started on this group before."""
 
 
 class OverGloo(Carrier):
-    """Over process groups of Gloo."""
+    """Uses process groups of Gloo."""
 
     def __init__(self, detector: Detector) -> None:
         self._detector = detector
         self._queues: dict[Any, queue.SimpleQueue[tuple[Future[Any], Move] | None]] = {}
 
     def gathered(self, sent: Tensor, group: Any) -> list[Tensor]:
-        """An all-gather."""
+        """Every rank's ``sent``, by an all-gather."""
         if group.size() == 1:
             return [sent]
         plain = sent.contiguous().view(-1).view(torch.uint8)
@@ -73,7 +73,7 @@ class OverGloo(Carrier):
         return [each.view(sent.dtype).view(sent.shape) for each in found]
 
     def exchanged(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Any) -> None:
-        """Messages, all under way at once."""
+        """Send and receive, all messages at the same time."""
         works = [dist.isend(buffer, group=group, group_dst=peer) for buffer, peer in sends if buffer.numel()]
         works += [dist.irecv(buffer, group=group, group_src=peer) for buffer, peer in receives if buffer.numel()]
         for work in works:
@@ -81,7 +81,7 @@ class OverGloo(Carrier):
             work.wait()
 
     def start(self, group: Any, move: Move) -> Future[Sequence[Tensor]]:
-        """In the communicator's thread."""
+        """Run ``move`` in the communicator's thread."""
         calls = self._queues.get(group)
         if calls is None:
             calls = self._queues[group] = queue.SimpleQueue()
@@ -107,20 +107,20 @@ class OverGloo(Carrier):
 
 
 class Alone(Carrier):
-    """Between this rank and others that are not there: each of them sends what this rank sends."""
+    """Pretends the other ranks: each of them sends the same data as this rank."""
 
     def gathered(self, sent: Tensor, group: Any) -> list[Tensor]:
-        """Copies of what this rank sends."""
+        """This rank's ``sent`` for every rank."""
         return [sent] * group.size()
 
     def exchanged(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Any) -> None:  # noqa: ARG002
-        """Receive what is sent where it fits, else zeros."""
+        """Receive a sent tensor with the same shape and dtype, or zeros if there is none."""
         for buffer, _ in receives:
             alike = (sent for sent, _ in sends if sent.shape == buffer.shape and sent.dtype == buffer.dtype)
             buffer.copy_(next(alike, torch.zeros((), dtype=buffer.dtype)))
 
     def start(self, group: Any, move: Move) -> Future[Sequence[Tensor]]:  # noqa: ARG002
-        """At once."""
+        """Run ``move`` at once."""
         future: Future[Sequence[Tensor]] = Future()
         with torch.no_grad():
             future.set_result(move())
@@ -146,7 +146,7 @@ class _UnderWay:
 
 
 class Calls:
-    """Stands for ``torch.distributed`` in ``NcclComm``: the calls that it makes, for a pretended device."""
+    """Replaces ``torch.distributed`` in ``NcclComm``, with the calls that it uses, for a pretended device."""
 
     def __init__(self, detector: Detector, carrier: Carrier) -> None:
         self._detector, self._carrier = detector, carrier
@@ -155,16 +155,16 @@ class Calls:
         self.isend, self.irecv = "isend", "irecv"
 
     def _make_nccl_premul_sum(self, factor: float) -> tuple[str, float]:
-        """The sum of terms that are multiplied first; under the name that ``torch.distributed`` has for it."""
+        """The operation that multiplies by ``factor`` and sums; the name is that of ``torch.distributed``."""
         return "sum", factor
 
     def all_gather_single(self, out: Tensor, own: Tensor, group: Any = None) -> None:
-        """As ``dist.all_gather_single``."""
+        """See ``dist.all_gather_single``."""
         sent = self._copy(own)
         self._issue("all_gather", group, [own], [out], lambda: [torch.cat(self._carrier.gathered(sent, group))])
 
     def all_gather(self, outs: list[Tensor], own: Tensor, group: Any = None) -> None:
-        """As ``dist.all_gather``, of slices that need not be equal."""
+        """See ``dist.all_gather``; slices may differ in size."""
         sent, sizes = self._copy(own), [out.numel() for out in outs]
 
         def move() -> list[Tensor]:
@@ -175,22 +175,22 @@ class Calls:
         self._issue("all_gather", group, [own], outs, move)
 
     def reduce_scatter_single(self, out: Tensor, buffer: Tensor, op: Any = None, group: Any = None) -> None:
-        """As ``dist.reduce_scatter_single``."""
+        """See ``dist.reduce_scatter_single``."""
         sent, rank, size = self._copy(buffer), group.rank(), group.size()
         self._issue("reduce_scatter", group, [buffer], [out], lambda: [self._sum(sent, op, group).view(size, -1)[rank]])
 
     def reduce_scatter(self, out: Tensor, parts: list[Tensor], op: Any = None, group: Any = None) -> None:
-        """As ``dist.reduce_scatter``, of slices that need not be equal."""
+        """See ``dist.reduce_scatter``; slices may differ in size."""
         sent, begin, numel = self._copy(*parts), sum(p.numel() for p in parts[: group.rank()]), out.numel()
         self._issue("reduce_scatter", group, parts, [out], lambda: [self._sum(sent, op, group)[begin : begin + numel]])
 
     def all_reduce(self, total: Tensor, op: Any = None, group: Any = None) -> None:
-        """As ``dist.all_reduce``."""
+        """See ``dist.all_reduce``."""
         sent = self._copy(total)
         self._issue("all_reduce", group, [total], [total], lambda: [self._sum(sent, op, group)])
 
     def all_to_all(self, outs: list[Tensor], parts: list[Tensor], group: Any = None) -> None:
-        """As ``dist.all_to_all``."""
+        """See ``dist.all_to_all``."""
         sent, got = [self._copy(part) for part in parts], [self._empty(out) for out in outs]
 
         def move() -> list[Tensor]:
@@ -203,21 +203,21 @@ class Calls:
         self._issue("all_to_all", group, parts, outs, move)
 
     def broadcast(self, buffer: Tensor, group: Any = None, group_src: int = 0) -> None:
-        """As ``dist.broadcast``."""
+        """See ``dist.broadcast``."""
         sent, is_root = self._copy(buffer), group.rank() == group_src
         buffers = ([buffer], []) if is_root else ([], [buffer])
         self._issue("broadcast", group, *buffers, lambda: [self._carrier.gathered(sent, group)[group_src]])
 
     def send(self, buffer: Tensor, group: Any = None, group_dst: int = 0) -> None:
-        """As ``dist.send``."""
+        """See ``dist.send``."""
         self.batch_isend_irecv([Message(self.isend, buffer, group, group_dst)])
 
     def recv(self, buffer: Tensor, group: Any = None, group_src: int = 0) -> None:
-        """As ``dist.recv``."""
+        """See ``dist.recv``."""
         self.batch_isend_irecv([Message(self.irecv, buffer, group, group_src)])
 
     def batch_isend_irecv(self, messages: list[Message]) -> list[Any]:
-        """As ``dist.batch_isend_irecv``; the stream waits for all of them."""
+        """See ``dist.batch_isend_irecv``; the stream waits for all messages."""
         group, own = messages[0].group, messages[0].group.rank()
         outgoing = [message for message in messages if message.move == self.isend]
         incoming = [message for message in messages if message.move == self.irecv]
@@ -234,7 +234,7 @@ class Calls:
         self._issue(kind, group, *buffers, move, messages=tuple(pairs))
         return []
 
-    # -- what they share
+    # -- shared parts of the calls
 
     def _issue(
         self,
@@ -256,19 +256,19 @@ class Calls:
         stream.pending.append(_UnderWay(detector, started, [Target(tensor) for tensor in writes]))
 
     def _copy(self, *tensors: Tensor) -> Tensor:
-        """Copy the sent data: the tensors one after another, with writes still pending on this stream."""
+        """Copy the data to send, concatenated, after pending results of this stream are written into it."""
         _deliver_into(current_stream(), tensors)
         with self._detector.hidden(), torch.no_grad():
             copies = [tensor.detach().clone() for tensor in tensors]
             return copies[0] if len(copies) == 1 else torch.cat(copies)
 
     def _empty(self, like: Tensor) -> Tensor:
-        """Memory for what arrives, which is no memory of the program."""
+        """Memory for received data, which does not count as the program's memory."""
         with self._detector.hidden():
             return torch.empty(like.shape, dtype=like.dtype)
 
     def _sum(self, sent: Tensor, op: tuple[str, float], group: Any) -> Tensor:
-        """The sum of what all ranks sent, in rank order."""
+        """The sum of all ranks' data, in rank order."""
         parts = self._carrier.gathered(sent, group)
         total = parts[0].clone()
         for part in parts[1:]:
@@ -278,7 +278,7 @@ class Calls:
 
 
 def opening(detector: Detector, communicator: Callable[..., Any]) -> Callable[..., Any]:
-    """``comm.axes.communicator``, which notes where ranks connect: the host waits for all of them."""
+    """Wrap ``comm.axes.communicator`` to record where ranks connect, because the host then waits for all of them."""
     opened = set()
 
     def open_or_find(parent: Any, ranks: Sequence[int], axis: str, purpose: str, *given: Any, **named: Any) -> Any:
@@ -307,7 +307,7 @@ def _note(
 
 
 def _deliver_into(stream: Stream, tensors: Sequence[Tensor]) -> None:
-    """Write the results under way on the stream if one of them goes to the memory of these tensors."""
+    """Write the pending results of the stream if one of them goes to the memory of these tensors."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     targets = [target for each in stream.pending for target in each.targets]
     if any(target.is_in(storage) for target in targets for storage in storages):

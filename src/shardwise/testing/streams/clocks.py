@@ -1,8 +1,8 @@
-"""Vector clocks: which of two things is certain to have happened before the other.
+"""Vector clocks, which show whether one event is certain to happen before another.
 
-An *agent* does one thing after the other: a stream of the device, or a thread of the host. Its *time* is the number of
-things that it has done. Its *clock* says, for every agent, up to which time that agent's work is certain to be done
-before whatever this agent does next. What has not been seen by a clock may still be under way.
+An *agent* is a stream of the device or a thread of the host, whose events happen one after the other. Its *time* is the
+number of its events. Its *clock* contains, for every agent, the time up to which that agent's events are certain to be
+finished before this agent's next event. Later events of the other agent may still be running.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class Agent:
     """A stream of the device, or a thread of the host.
 
     Attributes:
-        number: Its key in clocks.
-        name: Shown in messages.
-        is_host: It is a thread of the host.
-        clock: What it has seen, itself included.
+        number: The agent's key in clocks.
+        name: Name in messages.
+        is_host: The agent is a thread of the host.
+        clock: The agent's clock, with its own time.
     """
 
     __slots__ = ("clock", "is_host", "name", "number")
@@ -30,21 +30,21 @@ class Agent:
 
     @property
     def time(self) -> int:
-        """The number of things that it has done."""
+        """The number of the agent's events."""
         return self.clock[self.number]
 
     def tick(self) -> int:
-        """Do one more thing; returns its time."""
+        """Count one more event, and return its time."""
         self.clock[self.number] += 1
         return self.clock[self.number]
 
     def learn(self, clock: Mapping[int, int]) -> None:
-        """See all that ``clock`` has seen: this agent has waited for it."""
+        """Merge ``clock`` into this agent's clock, because this agent has waited for it."""
         own = self.clock
         for number, time in clock.items():
             if own.get(number, -1) < time:
                 own[number] = time
 
     def has_seen(self, agent: Agent, time: int) -> bool:
-        """Whether what ``agent`` did at ``time`` is done before whatever this agent does next."""
+        """Whether the event of ``agent`` at ``time`` is certain to finish before this agent's next event."""
         return agent is self or self.clock.get(agent.number, 0) >= time

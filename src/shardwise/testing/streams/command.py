@@ -13,15 +13,15 @@ from shardwise.testing.streams.pretended import pretended_cuda
 from shardwise.testing.streams.report import StreamError
 from shardwise.testing.streams.watched import watched
 
-#: Places at which the host waits that are shown.
+#: Most places that are listed at which the host waits.
 _NUM_PLACES = 5
 
 
 def checked(train: Callable[[], int], rank: int) -> int:
-    """Train on a real GPU that is watched, or on a pretended one, and print what was seen.
+    """Train under the detector, on a real GPU or else a pretended one, and print the findings.
 
     Returns:
-        The exit code of ``train``; 1 where that is 0 and streams are not ordered.
+        The exit code of ``train``, or 1 if that is 0 and streams are not ordered.
     """
     is_pretended = not torch.cuda.is_available()
     with pretended_cuda() if is_pretended else watched() as seen:

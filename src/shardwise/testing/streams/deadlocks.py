@@ -1,15 +1,15 @@
-"""Whether the collectives of all ranks can end: no interleaving of their streams leaves ranks waiting in a circle.
+"""Check that the collectives of all ranks can end, in every interleaving of their streams, without deadlock.
 
-What ranks do together is a *meeting*: one collective on all ranks of its communicator, or one message between two. A
-collective begins when those before it in its rank's order have ended, and ends when all ranks of its meetings have
-begun it. Streams work in order, so that which collectives can ever end does not depend on who is fast: one run of the
+A *meeting* is one collective on all ranks of its communicator, or one message between two ranks. A collective begins
+when earlier ones in its rank's order have ended, and ends when all ranks of its meetings have begun it. Streams run
+work in order, so the set of collectives that can end does not depend on the speed of ranks: one simulation of the
 orders decides for every interleaving.
 
-Two orders are tried. In *streams* a collective waits for those before it on its stream, and for all that its stream
-had waited for when it was issued. In *one queue* it waits for all that its rank has issued before it: so works a device
-with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``), or one that has no room for two of NCCL's kernels. That is
-the stronger condition: where it holds there is one order of all collectives, over all communicators, that every rank
-follows.
+Two orders are checked. In *streams* a collective waits for earlier ones on its stream, and for everything that its
+stream had waited for when the collective was issued. In *one queue* a collective waits for everything that its rank has
+issued before, as on a device with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``), or without room for two of
+NCCL's kernels. *One queue* is the stronger condition: if it holds, all ranks follow one order of all collectives, over
+all communicators.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from shardwise.testing.streams.places import shown
 from shardwise.testing.streams.report import Collective
 
 ORDERS = ("one queue", "streams")
-#: Collectives whose result is as large on every rank.
+#: Collectives whose result has the same size on every rank.
 _EQUALLY_LARGE = ("all_gather", "all_reduce")
 
 
 class DeadlockError(AssertionError):
-    """Ranks wait for each other, or do different things together.
+    """Ranks wait for each other, or issue different collectives in one meeting.
 
     Attributes:
-        circle: For each rank of the circle its number, what it waits in, and the rank that it waits for.
+        circle: For each rank of the circle, its number, the collective in which it waits, and the rank that it waits
+            for.
     """
 
     def __init__(self, message: str, circle: Sequence[tuple[int, Collective, int]] = ()) -> None:
@@ -41,11 +42,11 @@ class DeadlockError(AssertionError):
 
 
 class Program(NamedTuple):
-    """The operations that a rank issues, in order.
+    """The collectives that a rank issues, in order.
 
     Attributes:
-        collectives: The collectives. Ranks may share them.
-        ranks: The ranks of each communicator, where they are others than ``collectives`` say.
+        collectives: The collectives; several ranks may share the list.
+        ranks: The ranks of each communicator, if they differ from those in ``collectives``.
     """
 
     collectives: Sequence[Collective]
@@ -53,18 +54,18 @@ class Program(NamedTuple):
 
 
 def refuse_deadlocks(traces: Sequence[Sequence[Collective] | Program], orders: Sequence[str] = ORDERS) -> int:
-    """Raise an error where the collectives of all ranks cannot end.
+    """Raise an error if the collectives of all ranks cannot end.
 
     Args:
-        traces: What each rank has issued, by rank of the world: ``Seen.collectives`` of each, or :func:`world_traces`.
-        orders: Of ``"streams"`` and ``"one queue"``. ``"streams"`` needs the clocks of the detector, which dry runs do
-            not have.
+        traces: The collectives of each rank of the world: ``Seen.collectives``, or :func:`world_traces`.
+        orders: ``"streams"``, ``"one queue"``, or both. ``"streams"`` needs the clocks of the detector, which dry runs
+            do not have.
 
     Returns:
         The number of meetings.
 
     Raises:
-        DeadlockError: They cannot, or ranks that meet do not issue the same.
+        DeadlockError: Ranks deadlock, or issue different collectives in one meeting.
     """
     programs = [trace if isinstance(trace, Program) else Program(trace) for trace in traces]
     return max((_Run(programs, order).run() for order in orders), default=0)
@@ -72,12 +73,12 @@ def refuse_deadlocks(traces: Sequence[Sequence[Collective] | Program], orders: S
 
 @dataclass
 class _Meeting:
-    """Something that ranks do together.
+    """One collective on all ranks of its communicator, or one message.
 
     Attributes:
-        members: The ranks that it takes.
-        first: Who has begun it first, and with what.
-        arrived: The ranks that have begun it.
+        members: The ranks that must take part.
+        first: The first rank that has begun the meeting, and its collective.
+        arrived: The ranks that have begun the meeting.
     """
 
     members: tuple[int, ...]
@@ -93,10 +94,10 @@ class _Lane:
     """Collectives of a rank that run one after the other.
 
     Attributes:
-        places: Their places in the program.
-        needs: For each, how many of every other lane have to end before it begins.
-        num_done: How many have ended.
-        meetings: Those of the next one, where it has begun.
+        places: The indices of the collectives in the program.
+        needs: For each collective, pairs of another lane and the number of its collectives that must end before.
+        num_done: Number of collectives that have ended.
+        meetings: The meetings of the current collective; ``None``: it has not begun.
     """
 
     def __init__(self) -> None:
@@ -115,7 +116,7 @@ class _Lane:
 
 
 class _Run:
-    """One run of all programs in one order."""
+    """A simulation of all programs in one order."""
 
     def __init__(self, programs: Sequence[Program], order: str) -> None:
         if order not in ORDERS:
@@ -125,11 +126,11 @@ class _Run:
         self._lanes = [lanes(program) for program in programs]
         self._meetings: dict[Hashable, _Meeting] = {}
         self._num_met: list[defaultdict[Hashable, int]] = [defaultdict(int) for _ in programs]
-        self._waiting: defaultdict[int, set[int]] = defaultdict(set)  # by meeting: ranks to look at when it is over
+        self._waiting: defaultdict[int, set[int]] = defaultdict(set)  # by meeting: ranks to continue when it ends
         self._num_meetings = 0
 
     def run(self) -> int:
-        """Run until nothing moves. Returns the number of meetings."""
+        """Simulate until no rank can continue, and return the number of meetings."""
         ready = deque(range(len(self._programs)))
         while ready:
             rank = ready.popleft()
@@ -140,7 +141,7 @@ class _Run:
         return self._num_meetings
 
     def _advance(self, rank: int, lane: _Lane, ready: deque[int]) -> bool:
-        """Go on in a lane as far as it goes. Returns whether anything has ended."""
+        """Continue a lane as far as possible, and return whether any collective has ended."""
         before = lane.num_done
         while not lane.is_through:
             if lane.meetings is None:
@@ -158,7 +159,7 @@ class _Run:
         return lane.num_done > before
 
     def _begin(self, rank: int, issued: Collective, ready: deque[int]) -> Iterator[_Meeting]:
-        """Arrive at the meetings of a collective."""
+        """Note that a rank begins a collective, and yield the collective's meetings."""
         ranks = self._programs[rank].ranks.get(issued.group, issued.ranks)
         pairs = [(ranks[source], ranks[target]) for source, target in issued.messages]
         for between in pairs or [ranks]:
@@ -178,10 +179,10 @@ class _Run:
                 ready.extend(self._waiting.pop(id(meeting), ()))
             yield meeting
 
-    # -- what is wrong
+    # -- errors
 
     def _stuck(self) -> DeadlockError:
-        """Follow who waits for whom until a rank comes up again, or one that has nothing left to do."""
+        """The error: follow the ranks that wait for each other to a repeated rank, or to one that has finished."""
         rank = next(rank for rank, lanes in enumerate(self._lanes) if any(lane.meetings for lane in lanes))
         path: list[tuple[int, Collective, int]] = []
         while rank not in {entry[0] for entry in path}:
@@ -212,7 +213,7 @@ class _Run:
 
 
 def _queue_of(program: Program) -> list[_Lane]:
-    """One lane with everything."""
+    """One lane with all collectives."""
     lane = _Lane()
     lane.places = list(range(len(program.collectives)))
     lane.needs = [()] * len(lane.places)
@@ -220,7 +221,7 @@ def _queue_of(program: Program) -> list[_Lane]:
 
 
 def _streams_of(program: Program) -> list[_Lane]:
-    """A lane for each stream; what its clock had seen of others has to end first."""
+    """A lane for each stream. Collectives of other streams in a collective's clock must end before it begins."""
     lanes: dict[int, _Lane] = {}
     times: dict[int, list[int]] = {}
     for place, issued in enumerate(program.collectives):
@@ -237,7 +238,7 @@ def _streams_of(program: Program) -> list[_Lane]:
 
 
 def _compare(first: tuple[int, Collective], second: tuple[int, Collective], number: int) -> None:
-    """Refuse ranks that meet on a communicator with different collectives."""
+    """Refuse ranks that issue different collectives in one meeting."""
     (rank, one), (other, two) = first, second
     is_as_large = one.numel == two.numel or one.kind not in _EQUALLY_LARGE
     if (one.kind, one.unit) != (two.kind, two.unit) or not is_as_large:

@@ -1,15 +1,15 @@
-"""The happens-before detector: what is enqueued on streams and done by the host, and whether waits order it.
+"""The happens-before detector: whether waits order the work on streams and on the host.
 
-It is told of every kernel, copy, wait, allocation and free, in the order in which the host comes to them, and asks
-whether a GPU would have been *obliged* to run each behind what it depends on. Nothing has to run late for a race to be
-found. The rules:
+The detector observes every kernel, copy, wait, allocation and free, in the host's order, and checks whether a GPU would
+be *obliged* to run each after the work that it depends on. So it finds races that did not happen in this run. The
+rules:
 
-1. Two accesses to overlapping bytes, one of them a write, must be ordered. This holds for host memory that copies use.
-2. Memory that is freed may be handed out at the next allocation on the stream that it was allocated on. Whatever used
-   it must be done before that, as that stream and the host see it.
-3. An allocation counts as a write of its stream: another stream may use the memory only behind that point.
-4. A launch takes over what the launching thread has seen. A wait for an event takes over what its stream had seen when
-   the event was recorded.
+1. Two accesses to overlapping bytes, one of them a write, must be ordered. This includes host memory used by copies.
+2. Freed memory may be reused by the next allocation on the stream on which it was allocated. All earlier uses must be
+   finished before, according to the clock of that stream.
+3. An allocation counts as a write on its stream: another stream may use the memory only after it.
+4. A launch merges the launching thread's clock into the stream's clock. A wait for an event merges the clock that the
+   event's stream had when the event was recorded.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Local(threading.local):
 
     Attributes:
         host: The thread as an agent.
-        stream: The current stream of the device; ``None``: the default one.
-        num_hidden: Operators are not seen while this is above 0.
-        side: Where a factory that is running makes its tensor; ``None``: where its arguments are.
-        non_blocking: The copy that is running was asked not to wait.
-        is_watched: Operators of this thread are seen.
+        stream: The current stream of the device; ``None``: the default stream.
+        num_hidden: Operators are not observed while this is above 0.
+        side: Side of the tensors that a running factory makes; ``None``: that of its arguments.
+        non_blocking: The running copy has ``non_blocking=True``.
+        is_watched: Operators of this thread are observed.
     """
 
     def __init__(self) -> None:
@@ -52,16 +52,17 @@ class Local(threading.local):
 
 
 class Detector:
-    """Clocks of all agents, histories of all memory, and what was found.
+    """Clocks of all agents, accesses to all memory, and findings.
 
     Attributes:
         seen: The findings.
         local: State of the calling thread.
-        lock: Held while anything here changes.
+        lock: Lock for all changes of the detector.
         compute: The default stream, as an agent.
-        default: The default stream, as ``torch.cuda.default_stream`` gives it.
-        refuses_waits: Waits of the host that ``torch.cuda.set_sync_debug_mode`` knows raise.
-        allocated_bytes, peak_bytes: Device memory that tensors hold now, and the most so far.
+        default: The default stream, as returned by ``torch.cuda.default_stream``.
+        refuses_waits: Host waits raise, as with ``torch.cuda.set_sync_debug_mode("error")``.
+        allocated_bytes: Bytes of device memory in use.
+        peak_bytes: Peak of ``allocated_bytes``.
     """
 
     def __init__(self) -> None:
@@ -81,7 +82,7 @@ class Detector:
     # -- agents
 
     def new_stream(self, name: str) -> Agent:
-        """A stream as an agent."""
+        """Make an agent for a stream."""
         with self.lock:
             agent = Agent(next(self._numbers), name, is_host=False)
             self._streams.append(agent)
@@ -107,7 +108,7 @@ class Detector:
     # -- order
 
     def moment_of(self, agent: Agent) -> Clock:
-        """The work certain to be done when the calling thread enqueues something on a stream now (an event)."""
+        """The clock of an event that the calling thread records on a stream now."""
         with self.lock:
             agent.learn(self.host.clock)
             return dict(agent.clock)
@@ -119,7 +120,7 @@ class Detector:
             agent.learn(moment)
 
     def host_waits(self, why: str, moment: Clock | None = None) -> None:
-        """The calling thread waits for the device: for a moment of a stream, by default the current one's newest."""
+        """Note that the calling thread waits for an event's clock, by default for the current stream's work."""
         with self.lock:
             self.host.learn(self.stream.clock if moment is None else moment)
             self.seen.host_waits.append(HostWait(why, here()))
@@ -127,7 +128,7 @@ class Detector:
             raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
 
     def host_waits_for_all(self, why: str) -> None:
-        """The calling thread waits for every stream."""
+        """Note that the calling thread waits for every stream."""
         with self.lock:
             for stream in self._streams:
                 self.host.learn(stream.clock)
@@ -136,14 +137,14 @@ class Detector:
     # -- accesses
 
     def launch(self, operation: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        """A kernel or a copy on the current stream."""
+        """Note a kernel or a copy on the current stream."""
         with self.lock:
             agent = self.stream
             agent.learn(self.host.clock)
             self._access(agent, operation, reads, writes)
 
     def on_host(self, operation: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        """Something that the calling thread does itself, with memory of the host that copies have used."""
+        """Note an access by the calling thread to host memory that copies have used."""
         with self.lock:
             self._access(self.host, operation, reads, writes)
 
@@ -166,7 +167,7 @@ class Detector:
     # -- memory
 
     def make(self, storage: torch.UntypedStorage, side: Side) -> Memory:
-        """A storage has got memory on a side."""
+        """Note that memory was allocated for a storage on a side."""
         home = self.stream if side is Side.DEVICE else None
         memory = Memory(side, home, storage.nbytes(), here(4), self)
         set_memory(storage, memory)
@@ -176,7 +177,7 @@ class Detector:
         return memory
 
     def resize(self, memory: Memory, num_bytes: int) -> None:
-        """The storage of device memory gives it back, or gets other memory."""
+        """Note that a storage has freed its device memory, or has new memory."""
         with self.lock:
             if num_bytes != memory.num_bytes and memory.num_bytes:
                 self._take_back(memory)
@@ -193,7 +194,7 @@ class Detector:
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
 
     def _reuse(self, home: Agent) -> None:
-        """Whatever was freed on a stream may be handed out there now: it must be out of use."""
+        """Check that memory that was freed on a stream, and may be reused now, is no longer in use."""
         gone = self._freed.pop(home, ())
         if not gone:
             return
@@ -210,7 +211,7 @@ class Detector:
             self._freed[memory.home].append((memory, memory.accesses, memory.recorded, here()))
 
     def adopt(self, storage: torch.UntypedStorage, side: Side) -> Memory:
-        """A storage was made under another detector, before anything that this one has seen."""
+        """Register a storage that was made under another detector, before all events of this one."""
         home = self.compute if side is Side.DEVICE else None
         memory = Memory(side, home, storage.nbytes(), (), self)
         set_memory(storage, memory)
@@ -218,7 +219,7 @@ class Detector:
         return memory
 
     def died(self, memory: Memory) -> None:
-        """The storage of memory is gone: it goes back to the allocator."""
+        """Note that a storage was deleted, so that its memory returns to the allocator."""
         if self._is_open and memory.side is Side.DEVICE and memory.num_bytes:
             with self.lock:
                 self._take_back(memory)
@@ -229,7 +230,7 @@ class Detector:
                 self._reuse(home)
 
     def close(self) -> None:
-        """The context has ended: what dies from now on concerns nobody."""
+        """End the context: storages that are deleted later are not checked."""
         self._is_open = False
         _locked.clear()
 
@@ -237,7 +238,7 @@ class Detector:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Operators of this thread are not seen inside: they stand for no work of the program."""
+        """Do not observe operators of this thread inside, because they are not work of the program."""
         self.local.num_hidden += 1
         try:
             yield
@@ -246,7 +247,7 @@ class Detector:
 
     @contextmanager
     def making(self, side: Side | None, *, non_blocking: bool = False) -> Iterator[None]:
-        """Tensors that operators of this thread make inside lie on this side."""
+        """Place tensors that operators of this thread make inside on this side."""
         before = self.local.side, self.local.non_blocking
         self.local.side, self.local.non_blocking = side, non_blocking
         try:
@@ -255,12 +256,12 @@ class Detector:
             self.local.side, self.local.non_blocking = before
 
 
-#: Those at work, the newest last.
+#: The active detectors, the newest last.
 _active: list[Detector] = []
 
-#: Under this name a storage keeps its :class:`Memory`. The object that Python sees of a storage lives as long as it.
+#: Attribute of a storage with its :class:`Memory`. A storage's Python object lives as long as the storage.
 _KEY = "_shardwise_memory"
-#: Memory by its address that the driver was asked to lock, whatever storage is made over it.
+#: Page-locked memory by its address, for storages that are made over it later.
 _locked: dict[int, Memory] = {}
 
 
@@ -270,7 +271,7 @@ def set_memory(storage: torch.UntypedStorage, memory: Memory) -> None:
 
 
 def lock_memory(address: int, memory: Memory) -> None:
-    """Place storages at this address that are yet to be made in this memory."""
+    """Place storages that are later made at this address in this memory."""
     _locked[address] = memory
 
 
@@ -280,11 +281,11 @@ def unlock_memory(address: int) -> None:
 
 
 def memory_of(tensor: Tensor) -> Memory | None:
-    """The memory that a tensor lies in, where the detector knows it: pretended, or used by a copy."""
+    """The memory of a tensor if the detector knows it, because it is pretended or a copy uses it; else ``None``."""
     try:
         storage = tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
-        return None  # sparse tensors, those inside of transforms
+        return None  # sparse tensors, and tensors inside of function transforms
     found = storage.__dict__.get(_KEY)
     if found is None and _locked:
         found = _locked.get(storage.data_ptr())
@@ -296,16 +297,16 @@ def memory_of(tensor: Tensor) -> Memory | None:
 
 
 def side_of(tensor: Tensor) -> Side:
-    """The side on which a tensor lies; a tensor that the detector does not know lies on the host."""
+    """The side of a tensor's memory; the host for a tensor that the detector does not know."""
     memory = memory_of(tensor)
     return Side.HOST if memory is None else memory.side
 
 
-# -- the one that is at work
+# -- the active detector
 
 
 def active() -> Detector:
-    """The detector at work.
+    """The active detector.
 
     Raises:
         RuntimeError: There is none.

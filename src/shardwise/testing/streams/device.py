@@ -1,8 +1,7 @@
-"""The pretended ``torch.cuda``: streams and events that only order, and answers of a GPU.
+"""The pretended ``torch.cuda``: streams, events and properties of a GPU.
 
-Everything that is enqueued is done at once, in the order in which the host comes to it, so results are right. Streams
-and events move clocks of the detector. What other ranks have a part in, a collective, is delivered when a stream or the
-host waits for it.
+All enqueued work runs at once, in the host's order, so results are right. Streams and events only update the clocks of
+the detector. Results of collectives are written when a stream or the host waits for them.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from shardwise.testing.streams.memory import Memory, Side, Target
 from shardwise.testing.streams.patches import Patches
 from shardwise.testing.streams.places import here
 
-#: The GPU that is pretended, and the NCCL.
+#: Properties of the pretended GPU, and version of the pretended NCCL.
 NAME, CAPABILITY, TOTAL_BYTES, NCCL_VERSION = "NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, (2, 28, 9)
 
 
 class Pending(Protocol):
-    """A collective under way.
+    """An unfinished collective.
 
     Attributes:
-        targets: Where its results go; none once they are there.
+        targets: Places for the results; empty after they are written.
     """
 
     targets: list[Target]
 
     def is_done(self) -> bool:
-        """Whether the result is there."""
+        """Whether the results have been received."""
 
     def deliver(self) -> None:
-        """Wait for the result and write it to its place."""
+        """Wait for the results and write them to their places."""
 
 
 def _deliver(pending: list[Pending]) -> None:
@@ -49,11 +48,11 @@ def _deliver(pending: list[Pending]) -> None:
 
 
 class Stream:
-    """Stands for ``torch.cuda.Stream``.
+    """Replaces ``torch.cuda.Stream``.
 
     Attributes:
-        agent: The stream in the detector's eyes.
-        pending: Collectives on it whose results have not been written yet.
+        agent: The stream as an agent of the detector.
+        pending: Collectives on the stream whose results have not been written yet.
     """
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
@@ -67,7 +66,7 @@ class Stream:
 
     @property
     def cuda_stream(self) -> int:
-        """A number of its own, as the address of the driver's object."""
+        """A unique number, in place of the address of the driver's object."""
         return self.agent.number
 
     stream_id = cuda_stream
@@ -79,30 +78,30 @@ class Stream:
         return hash(self.agent.number)
 
     def wait_stream(self, other: Stream) -> None:
-        """Work enqueued here from now on runs behind all that ``other`` was given so far."""
+        """Order later work of this stream after all work that is already on ``other``."""
         self.wait_event(other.record_event())
 
     def wait_event(self, event: Event) -> None:
-        """Work enqueued here from now on runs behind the event."""
+        """Order later work of this stream after the event."""
         event.wait(self)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event that happens when all that was enqueued so far is done."""
+        """Record an event, which happens after all work that is already on this stream."""
         event = event or Event()
         event.record(self)
         return event
 
     def query(self) -> bool:
-        """Whether all that was enqueued is done."""
+        """Whether all work on this stream is finished."""
         return all(each.is_done() for each in self.pending)
 
     def synchronize(self) -> None:
-        """Make the host wait for all that was enqueued."""
+        """Make the host wait for all work on this stream."""
         self.deliver()
         active().host_waits("stream.synchronize", self.agent.clock)
 
     def deliver(self) -> None:
-        """Write what the collectives on this stream have brought."""
+        """Write the results of the collectives on this stream."""
         pending, self.pending = self.pending, []
         _deliver(pending)
 
@@ -111,7 +110,7 @@ _all_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 
 class Event:
-    """Stands for ``torch.cuda.Event``."""
+    """Replaces ``torch.cuda.Event``."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._moment: Clock | None = None
@@ -119,45 +118,45 @@ class Event:
         self._num_asked = 0
 
     def record(self, stream: Stream | None = None) -> None:
-        """Happen when all that the stream was given so far is done."""
+        """Place the event after all work that is already on the stream."""
         stream = stream or current_stream()
         self._moment = active().moment_of(stream.agent)
         self._pending = list(stream.pending)
         self._num_asked = 0
 
     def wait(self, stream: Stream | None = None) -> None:
-        """As :meth:`Stream.wait_event`. As on CUDA, an event that was never recorded is not waited for."""
+        """See :meth:`Stream.wait_event`. As on CUDA, an event that was never recorded is not waited for."""
         if self._moment is not None:
             stream = stream or current_stream()
             _deliver(self._pending)
             active().wait(stream.agent, self._moment)
 
     def synchronize(self) -> None:
-        """Make the host wait for it."""
+        """Make the host wait for the event."""
         if self._moment is not None:
             _deliver(self._pending)
             active().host_waits("event.synchronize", self._moment)
 
     def query(self) -> bool:
-        """Whether it has happened: not yet, the first two times."""
+        """Whether the event has happened; the first two queries always return false."""
         if self._moment is None:
             return True
         self._num_asked += 1
         if self._num_asked < 3 or not all(each.is_done() for each in self._pending):
             return False
         detector = active()
-        if detector.local.is_watched:  # the host knows now, without having waited
+        if detector.local.is_watched:  # the host has learned this without a wait
             _deliver(self._pending)
             detector.wait(detector.host, self._moment)
         return True
 
     def elapsed_time(self, other: Event) -> float:  # noqa: ARG002 - as torch's
-        """Milliseconds between two events; no time passes here."""
+        """Milliseconds between two events; always 1, because times are not pretended."""
         return 1.0
 
 
 class StreamContext:
-    """Stands for ``torch.cuda.stream(...)``."""
+    """Replaces ``torch.cuda.stream(...)``."""
 
     def __init__(self, stream: Stream | None) -> None:
         self._stream = stream
@@ -173,13 +172,13 @@ class StreamContext:
 
 
 def current_stream(_device: Any = None) -> Stream:
-    """The stream that this thread enqueues on."""
+    """The stream on which this thread enqueues work."""
     detector = active()
     return detector.local.stream or detector.default
 
 
 def current_device(given: Any = None) -> torch.device:
-    """A device with its index: the one that is given, or the current one."""
+    """The given device with its index, or the current device."""
     if isinstance(given, int):
         return torch.device("cuda", given)
     index = None if given is None else torch.device(given).index
@@ -205,26 +204,26 @@ def _synchronize(_device: Any = None) -> None:
 
 
 class Generator:
-    """Stands for a generator of the device: the draws are the CPU's own."""
+    """Replaces a generator of the device by the CPU's generator."""
 
     def __init__(self) -> None:
         self._of_cpu = torch.default_generator
 
     def initial_seed(self) -> int:
-        """As ``torch.Generator.initial_seed``."""
+        """See ``torch.Generator.initial_seed``."""
         return self._of_cpu.initial_seed()
 
     def manual_seed(self, seed: int) -> Generator:
-        """As ``torch.Generator.manual_seed``."""
+        """See ``torch.Generator.manual_seed``."""
         self._of_cpu.manual_seed(seed)
         return self
 
     def get_offset(self) -> int:
-        """Draws are not counted."""
+        """Return 0: draws are not counted."""
         return 0
 
     def set_offset(self, offset: int) -> None:
-        """Draws are not counted."""
+        """Do nothing: draws are not counted."""
 
 
 @contextlib.contextmanager
@@ -250,7 +249,7 @@ def _driver() -> Any:
 
 
 def install(patches: Patches, detector: Detector) -> None:
-    """Replace what ``torch.cuda`` says and does."""
+    """Replace functions and classes of ``torch.cuda``."""
     _all_streams.clear()
     _set_device(int(os.environ.get("LOCAL_RANK", "0")))
     detector.default = default = Stream()
@@ -278,7 +277,7 @@ def install(patches: Patches, detector: Detector) -> None:
         "synchronize": _synchronize,
         "set_sync_debug_mode": set_sync_debug_mode,
         "is_available": lambda: True,
-        "is_initialized": lambda: False,  # nothing of the driver is there to be asked
+        "is_initialized": lambda: False,  # there is no driver to call
         "init": lambda: None,
         "device_count": lambda: num_devices,
         "current_device": lambda: _index,

@@ -1,7 +1,7 @@
-"""One process as one rank of a world that is not there: its streams are checked at sizes that no test starts.
+"""One process as one rank of a world that does not exist, to check streams at sizes that no test can start.
 
-The real ``NcclComm`` runs over communicators whose other ranks are pretended. They are taken to send what this rank
-sends, so numbers are finite and mean nothing; what is ordered before what does not depend on them.
+The real ``NcclComm`` runs over communicators whose other ranks are pretended. These send the same data as this rank, so
+numbers are finite but have no meaning. The order of work does not depend on them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from shardwise.testing.streams.detector import active
 
 
 def lone_rank(plan: ParallelPlan, mesh: Mesh, rank: int) -> Comms:
-    """The Comms of one rank of a mesh, of which this process is the only member. Inside ``pretended_cuda()``.
+    """The Comms of one rank of a mesh whose other ranks do not exist. To be called inside ``pretended_cuda()``.
 
     Args:
-        plan: Whose axes are opened.
-        mesh: Any sizes; ``plan.mesh(world_size)`` gives that of the plan.
-        rank: From 0 to ``mesh.world_size - 1``. Of a pipeline a rank of the first stage: later ones learn from
-            ranks before them what they receive.
+        plan: The plan.
+        mesh: A mesh of any size, such as ``plan.mesh(world_size)``.
+        rank: From 0 to ``mesh.world_size - 1``. In a pipeline it must be a rank of the first stage, because later
+            stages learn from earlier ranks what they will receive.
     """
     calls, device = Calls(active(), Alone()), torch.device("cuda", torch.cuda.current_device())
     of_communicators: dict[tuple[str, str, tuple[int, ...]], torch.cuda.Stream] = {}
@@ -52,7 +52,7 @@ def lone_rank(plan: ParallelPlan, mesh: Mesh, rank: int) -> Comms:
 
 
 def lone_model(model: nn.Module, plan: ParallelPlan, mesh: Mesh, rank: int) -> nn.Module:
-    """Shard ``model`` by ``plan`` as one rank of a mesh would, over :func:`lone_rank`. Returns the model."""
+    """Shard ``model`` by ``plan`` as on one rank of a mesh, with :func:`lone_rank`, and return the model."""
     comms, samples = lone_rank(plan, mesh, rank), mesh.data_parallel_group(rank)
     apply_plan(
         model,
@@ -65,12 +65,12 @@ def lone_model(model: nn.Module, plan: ParallelPlan, mesh: Mesh, rank: int) -> n
 
 @dataclass(frozen=True)
 class _Group:
-    """Stands for a process group.
+    """Replaces a process group.
 
     Attributes:
-        ranks: Its members, in the numbers of the world.
-        own: This rank, likewise.
-        group_name: Of the communicator.
+        ranks: Members of the group, as ranks of the world.
+        own: This rank of the world.
+        group_name: Name of the communicator.
     """
 
     ranks: tuple[int, ...]
@@ -78,7 +78,7 @@ class _Group:
     group_name: str
 
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """This rank's index in the group."""
         return self.ranks.index(self.own)
 
     def size(self) -> int:
@@ -87,7 +87,7 @@ class _Group:
 
 
 class _Echo(RecordComm):
-    """Messages of the host, whose content steers: the other ranks say what this one says."""
+    """Control messages of the host: all other ranks send the same message as this rank."""
 
     def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle:
         if cuts is None:

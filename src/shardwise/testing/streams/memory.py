@@ -1,4 +1,4 @@
-"""Memory as the detector sees it: ranges of bytes, and who has last read and written them."""
+"""Memory in the detector: ranges of bytes, with their last reads and writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.testing.streams.places import Stack
 
 
 class Side(Enum):
-    """On which side of the bus memory lies."""
+    """The location of memory: device, or pinned or pageable host memory."""
 
     DEVICE = "device memory"
     PINNED = "pinned host memory"
@@ -27,8 +27,10 @@ class Access:
     """One read or write of the bytes from ``low`` to ``high``.
 
     Attributes:
-        time: When ``agent`` did it, by its own count.
-        operation: What was done, in words.
+        agent: The stream or thread that made the access.
+        time: The agent's time.
+        operation: Name of the operation.
+        where: The stack.
     """
 
     agent: Agent
@@ -40,34 +42,34 @@ class Access:
     where: Stack
 
     def conflicts(self, other: Access) -> bool:
-        """Whether the order of the two matters: they overlap, and one of them writes."""
+        """Whether the order of the two accesses matters: they overlap, and one of them is a write."""
         return (self.is_write or other.is_write) and other.low < self.high and self.low < other.high
 
     def covers(self, other: Access) -> bool:
-        """Whether all bytes of ``other`` are among these."""
+        """Whether this access includes all bytes of ``other``."""
         return self.low <= other.low and other.high <= self.high
 
 
 class Owner(Protocol):
-    """Whoever wants to know which memory is freed."""
+    """An object that is notified when memory is freed."""
 
     def died(self, memory: Memory) -> None:
-        """The memory's storage is gone."""
+        """Note that the memory's storage was deleted."""
 
 
 class Memory:
-    """One allocation: what the storage of tensors lies in.
+    """One allocation, the memory of a storage.
 
-    It belongs to its storage, and dies with it: that is the moment in which the memory is freed.
+    The storage has the only reference to this object, so its deletion shows that the memory is freed.
 
     Attributes:
-        side: Where it lies.
-        home: The stream that it was allocated on; ``None`` on the host.
-        num_bytes: Its size.
-        made: Where it was allocated.
-        owner: Told when the memory is freed; ``None``: nobody.
-        accesses: The accesses that a later one may conflict with.
-        recorded: Streams that ``Tensor.record_stream`` has named.
+        side: Location of the memory.
+        home: The stream on which the memory was allocated; ``None`` on the host.
+        num_bytes: Size in bytes.
+        made: Stack of the allocation.
+        owner: Notified when the memory is freed; ``None``: no notification.
+        accesses: The accesses that may conflict with a later one.
+        recorded: Streams passed to ``Tensor.record_stream``.
     """
 
     __slots__ = ("__weakref__", "accesses", "home", "made", "num_bytes", "owner", "recorded", "side")
@@ -82,9 +84,9 @@ class Memory:
             self.owner.died(self)
 
     def add(self, access: Access) -> list[Access]:
-        """Note an access. Returns earlier ones that conflict with it and may run at the same time.
+        """Note an access, and return earlier accesses that conflict with it and may run at the same time.
 
-        An access that a later write covers is forgotten: whoever is ordered behind the write is ordered behind it too.
+        An access that a later, ordered write covers is dropped, because work after the write is also after the access.
         """
         agent, found, kept = access.agent, [], []
         for other in self.accesses:
@@ -103,7 +105,7 @@ class Memory:
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage from the first to the last element of a tensor that has elements."""
+    """The range of bytes in the storage from the first to the last element of a non-empty tensor."""
     width = tensor.element_size()
     low = int(tensor.storage_offset()) * width
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -111,7 +113,7 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 
 class Target:
-    """A place for a result that is still to come. It does not keep the memory alive."""
+    """A place for a later result. It does not keep the memory alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = weakref.ref(tensor.untyped_storage())
@@ -123,7 +125,7 @@ class Target:
         return self._storage() is storage
 
     def write(self, value: Tensor) -> None:
-        """Put the result there, unless the memory is gone: the detector has reported that as an early free."""
+        """Write the result, unless the memory was freed, which the detector has reported as an early free."""
         storage = self._storage()
         if storage is None or storage.nbytes() < (self._offset + self._shape.numel()) * self._dtype.itemsize:
             return

@@ -1,4 +1,4 @@
-"""Operators as kernels: which bytes each of them reads and writes, and where the host waits for its result."""
+"""Operators as kernels: the bytes that each operator reads and writes, and host waits for its result."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardwise.measure.shapes import tensors_in
 from shardwise.testing.streams.detector import Detector, memory_of, side_of
 from shardwise.testing.streams.memory import Side
 
-#: They change what a tensor refers to, or ask for its shape; no element is touched.
+#: Operators that change a tensor's storage or read its shape, but access no element.
 _TOUCH_NOTHING = {"aten::set_", "aten::resize_", "aten::record_stream", "aten::_unsafe_view", "aten::is_same_size"}
-#: Their results have any content.
+#: Operators whose results are not written.
 _LEAVE_UNWRITTEN = {
     *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"),
     "aten::empty_permuted",
 }
-#: The host reads their result, or a size that only the device knows.
+#: Operators for which the host waits, because it reads the result, or a size that only the device knows.
 _WAITED_FOR = {
     *("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"),
     *("aten::unique_consecutive", "aten::is_nonzero", "aten::equal", "aten::_linalg_check_errors"),
@@ -33,10 +33,10 @@ class _Schema:
     """The arguments in an operator's schema, by position and by name.
 
     Attributes:
-        name: As ``aten::add_``.
-        written: Arguments that it writes.
-        viewed: Arguments that it neither reads nor writes: the result is a view of them.
-        is_like: It takes tensors for their shape and dtype only.
+        name: Name such as ``aten::add_``.
+        written: Arguments that the operator writes.
+        viewed: Arguments that are neither read nor written, because the result is a view of them.
+        is_like: The operator uses only shapes and dtypes of its arguments.
     """
 
     name: str
@@ -57,7 +57,7 @@ class _Schema:
 
 
 class Watch(torch_private.TorchDispatchMode):
-    """Shows the detector every operator of the thread that enters it."""
+    """A mode that reports every operator of the thread that enters it to the detector."""
 
     def __init__(self, detector: Detector) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Watch(torch_private.TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not to be told by every operator that it is not to be compiled: what is watched runs eagerly."""
+        """Return false, because code under the detector runs eagerly and needs no protection from compilation."""
         return False
 
     def __enter__(self) -> Self:
@@ -88,7 +88,7 @@ class Watch(torch_private.TorchDispatchMode):
             schema = self._schemas[func] = _Schema.of(func)
         stream = self._detector.local.stream or self._detector.default
         if stream.pending and schema.name not in _TOUCH_NOTHING:
-            stream.deliver()  # the kernel runs behind the collectives of its stream
+            stream.deliver()  # the kernel runs after the collectives of its stream
         made = func(*args, **kwargs)
         if schema.name.startswith("c10d::"):
             self._sent(schema.name, args, kwargs)
@@ -97,10 +97,10 @@ class Watch(torch_private.TorchDispatchMode):
         return made
 
     def _sent(self, name: str, args: Any, kwargs: Any) -> None:
-        """A call of ``torch.distributed`` outside of ``NcclComm``.
+        """Note a call of ``torch.distributed`` outside of ``NcclComm``.
 
-        ``GlooComm`` sends and receives host memory. A collective of the program on tensors of the device is taken for
-        one of NCCL that the current stream waits for.
+        ``GlooComm`` sends and receives host memory. A collective of the program on tensors of the device counts as one
+        of NCCL for which the current stream waits.
         """
         tensors = tensors_in([*args, *kwargs.values()])
         is_message, is_received = "send" in name or "recv" in name, "recv" in name
@@ -137,7 +137,7 @@ class Watch(torch_private.TorchDispatchMode):
             detector.launch(schema.name, [], writes)
 
     def _is_transfer(self, name: str, args: Any, kwargs: Any, new: list[Tensor]) -> bool:
-        """Whether the operator is a copy between host and device, which is then noted."""
+        """Note a copy between host and device, and return whether the operator is one."""
         if name == "aten::copy_":
             target, source = args[:2]
             non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
@@ -154,7 +154,7 @@ class Watch(torch_private.TorchDispatchMode):
 
     def _kernel(self, name: str, args: Any, given: list[Tensor], reads: list[Tensor], writes: list[Tensor]) -> None:
         detector = self._detector
-        # A scalar may come from the host. What no factory of the program has made was made inside an operator.
+        # Scalars may be on the host. Tensors without known memory were made inside an operator, not by the program.
         foreign = [t for t in given if t.dim() and t.numel() and side_of(t) is not Side.DEVICE and memory_of(t)]
         is_index = name.startswith("aten::index")
         if foreign and not is_index:
@@ -167,10 +167,10 @@ class Watch(torch_private.TorchDispatchMode):
 
 
 def transfer(detector: Detector, name: str, target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
-    """A copy between host and device on the current stream.
+    """Note a copy between host and device on the current stream.
 
-    The driver has read pageable memory when the call returns. A copy to pageable memory, and any copy that was not
-    asked to be non-blocking, has ended then.
+    The driver has read pageable memory when the call returns. A copy to pageable memory, and any copy without
+    ``non_blocking=True``, has ended when the call returns.
     """
     is_up = side_of(target) is Side.DEVICE
     on_host = source if is_up else target
@@ -186,7 +186,7 @@ def transfer(detector: Detector, name: str, target: Tensor, source: Tensor, *, n
 
 
 def _arguments(schema: _Schema, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """All tensors among the arguments of an operator, those that it reads, and those that it writes."""
+    """All tensors among an operator's arguments, the tensors that it reads, and the tensors that it writes."""
     given: list[Tensor] = []
     reads: list[Tensor] = []
     writes: list[Tensor] = []
@@ -199,7 +199,7 @@ def _arguments(schema: _Schema, args: Any, kwargs: Any) -> tuple[list[Tensor], l
 
 
 def _new_tensors(given: list[Tensor], made: Any) -> list[Tensor]:
-    """The results of an operator that are no views of its arguments."""
+    """The results of an operator that are not views of its arguments."""
     known = {torch_private.storage_identity(tensor) for tensor in given}
     results = [tensor for tensor in tensors_in([made]) if not tensor.is_meta]
     return [tensor for tensor in results if torch_private.storage_identity(tensor) not in known]

@@ -1,4 +1,4 @@
-"""Attributes of other people's modules and classes that are replaced for a while."""
+"""Temporary replacement of attributes of modules and classes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _ABSENT = object()
 
 
 class Patches:
-    """Replacements, and the way back."""
+    """Replaces attributes, and restores them."""
 
     def __init__(self) -> None:
         self._undone: list[Callable[[], None]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute. One that a class inherits is shadowed."""
+        """Replace an attribute. An inherited attribute of a class is shadowed."""
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
         self._undone.append(lambda: delattr(owner, name) if before is _ABSENT else setattr(owner, name, before))
 
     def undo(self) -> None:
-        """Put everything back, the newest first."""
+        """Restore all attributes, the newest first."""
         while self._undone:
             self._undone.pop()()

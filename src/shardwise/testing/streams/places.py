@@ -1,4 +1,4 @@
-"""The place in a program where something happened: a short stack, without torch's frames and those of this package."""
+"""Short stacks that show a place in the user's program, without frames of torch and of this package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _is_shown: dict[CodeType, bool] = {}
 
 
 def here(limit: int = _LIMIT) -> Stack:
-    """The stack of the caller; where nothing of the program is on it, as in a thread of torch, an empty one."""
+    """The stack of the caller; empty if it has no frame of the program, as in a thread of torch."""
     frame, found = inspect.currentframe(), []
     while frame is not None and len(found) < limit:
         code = frame.f_code
@@ -35,7 +35,7 @@ def here(limit: int = _LIMIT) -> Stack:
 
 def _shows(file: str) -> bool:
     if "/torch/optim/" in file:
-        return True  # says which optimizer it was
+        return True  # shows which optimizer is running
     if file.startswith("<") or file.startswith(_HIDDEN):
         return False
     return not file.startswith(_STANDARD) or "site-packages" in file

@@ -1,4 +1,4 @@
-"""A pretended GPU: the context that puts everything in place and takes it away again."""
+"""The context that installs and removes the pretended GPU."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _init_process_group = dist.init_process_group
 
 @contextlib.contextmanager
 def pretended_cuda(*, has_nccl: bool = True, has_backward_thread: bool = False) -> Iterator[Seen]:
-    """Inside, ``torch.cuda`` is a GPU whose order of streams is checked, and whose memory is that of the host.
+    """Make ``torch.cuda`` a pretended GPU inside, which uses host memory, and check the order of its streams.
 
     Args:
-        has_nccl: Tensors of the device go through ``NcclComm``, over groups of Gloo; else by way of host memory, as
-            where a machine has no NCCL.
+        has_nccl: Device tensors are sent by ``NcclComm``, over groups of Gloo; else through host memory, as on a
+            machine without NCCL.
         has_backward_thread: Backward runs in a thread of the device, as on CUDA.
 
     Yields:
-        What is seen; ``check()`` raises where something is not ordered.
+        The observations; ``check()`` raises if work is not ordered.
 
     Raises:
-        RuntimeError: There is a real GPU, or torch has begun to use one.
+        RuntimeError: There is a real GPU, or another pretended one.
     """
     if torch.cuda.is_available():
         raise RuntimeError(
@@ -61,7 +61,7 @@ def pretended_cuda(*, has_nccl: bool = True, has_backward_thread: bool = False) 
                 yield seen
             seen.settle()
         except Exception as error:
-            if seen.findings:  # maybe why
+            if seen.findings:  # these may be the cause
                 error.add_note(f"Before that the pretended device has seen\n{StreamError(seen.findings)}")
             raise
         finally:
@@ -70,7 +70,7 @@ def pretended_cuda(*, has_nccl: bool = True, has_backward_thread: bool = False) 
 
 
 def _init_over_gloo(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    """Join a world over Gloo, whatever else was asked for."""
+    """Initialize the process group with Gloo, whatever backend was requested."""
     del backend
     options: Mapping[str, Any] = {name: value for name, value in kwargs.items() if name != "device_id"}
     _init_process_group("gloo", *args, **options)

@@ -1,4 +1,4 @@
-"""Findings of the detector, and the error that shows them."""
+"""Findings of the detector, and the error that reports them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from shardwise.testing.streams.clocks import Agent, Clock
 from shardwise.testing.streams.memory import Access, Memory
 from shardwise.testing.streams.places import Stack, shown
 
-#: Findings of each kind that an error shows in full.
+#: Most findings that an error shows in full.
 _MAX_SHOWN = 5
 
 
 class StreamError(AssertionError):
-    """Work on different streams, or on a stream and the host, is not ordered where it must be.
+    """Work on different streams, or on a stream and the host, is not ordered as it must be.
 
     Attributes:
-        findings: All of them.
+        findings: All findings.
     """
 
     def __init__(self, findings: list[Race | EarlyFree | Mismatch]) -> None:
@@ -31,13 +31,14 @@ class StreamError(AssertionError):
 
 @dataclass
 class Race:
-    """Two accesses of the same bytes, one of them a write, in no certain order.
+    """Two accesses to the same bytes, one of them a write, that no wait orders.
 
     Attributes:
-        first, second: The accesses, in the order in which the host came to them.
-        made: Where the memory was allocated.
-        num_bytes: Its size.
-        count: How often it happened at these two places.
+        first: The earlier access in the host's order.
+        second: The later access.
+        made: Stack of the memory's allocation.
+        num_bytes: Size of the memory.
+        count: Number of such races at these two places.
     """
 
     first: Access
@@ -48,7 +49,7 @@ class Race:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Races with the same key are one."""
+        """A key; races with equal keys are reported once."""
         return ("race", *(part for a in (self.first, self.second) for part in (a.operation, a.is_write, a.where[:1])))
 
     def __str__(self) -> str:
@@ -64,12 +65,14 @@ class Race:
 
 @dataclass
 class EarlyFree:
-    """Memory that went back to the allocator while a stream may still have used it.
+    """Memory that was freed while a stream may still have used it.
 
     Attributes:
-        access: The use.
-        made, freed: Where the memory was allocated and freed.
-        home: The stream whose next allocation may have got it.
+        access: The access that may still have been running.
+        made: Stack of the memory's allocation.
+        freed: Stack of the free.
+        home: The stream whose next allocation may reuse the memory.
+        count: Number of such findings at these places.
     """
 
     access: Access
@@ -99,8 +102,9 @@ class Mismatch:
     """An operator on tensors of the host and of the device, which a GPU refuses.
 
     Attributes:
-        what: The operator and what is wrong with its arguments.
-        where: The caller.
+        what: The operator, and the problem of its arguments.
+        where: Stack of the caller.
+        count: Number of such calls at this place.
     """
 
     what: str
@@ -118,11 +122,11 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class HostWait:
-    """The host waited for the device: nothing could be enqueued meanwhile.
+    """A wait of the host for the device, during which nothing is enqueued.
 
     Attributes:
-        why: The call, as ``aten::_local_scalar_dense`` of ``.item()``.
-        where: The caller.
+        why: The call, such as ``aten::_local_scalar_dense`` for ``.item()``.
+        where: Stack of the caller.
     """
 
     why: str
@@ -134,18 +138,18 @@ class HostWait:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as this rank has issued it.
+    """One collective that this rank has issued.
 
     Attributes:
-        kind: The call, as ``all_gather``; ``open``: the ranks of the communicator connected, for which the host waited.
-        unit: What it serves; of ``open`` the axis and the purpose.
+        kind: The call, such as ``all_gather``; ``open``: the ranks of the communicator connected, and the host waited.
+        unit: The unit for which the collective was issued; for ``open`` the axis and the purpose.
         group: Name of the communicator; collectives of one communicator run in the order of issue.
-        ranks: Ranks of the communicator, in the numbers of the world.
-        numel: Elements of the result on this rank; 0 of messages.
-        messages: Of sends and receives: pairs of ranks in the communicator, from and to.
-        agent: Number of its stream in ``clock``; of ``open`` that of the host's thread.
-        clock: What the agent had seen, by number of agent: for its own number, the collective itself.
-        where: The caller.
+        ranks: Ranks of the world in the communicator.
+        numel: Elements of the result on this rank; 0 for messages.
+        messages: For sends and receives, pairs (source, target) of ranks of the communicator.
+        agent: Number of the stream in ``clock``; for ``open``, of the host's thread.
+        clock: Clock of the agent, by number of agent; its own number has the time of the collective.
+        where: Stack of the caller.
     """
 
     kind: str
@@ -165,9 +169,9 @@ class Seen:
 
     Attributes:
         races: Accesses that no wait orders.
-        early_frees: Memory that was freed under a stream that used it.
+        early_frees: Memory that was freed while a stream may have used it.
         mismatches: Operators on tensors of both sides.
-        host_waits: Waits of the host for the device, each time.
+        host_waits: All waits of the host for the device.
         collectives: Collectives that this rank has issued on the device, in order.
     """
 
@@ -176,20 +180,20 @@ class Seen:
     mismatches: list[Mismatch] = field(default_factory=list)
     host_waits: list[HostWait] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
-    #: Looks once more at memory that was freed since the last allocation.
+    #: Checks memory that was freed since the last allocation.
     settle: Callable[[], None] = field(default=lambda: None, repr=False)
 
     @property
     def findings(self) -> list[Race | EarlyFree | Mismatch]:
-        """All that is wrong. Waits of the host are slow and not wrong."""
+        """All errors. Host waits are not errors, only slow."""
         self.settle()
         return [*self.races, *self.early_frees, *self.mismatches]
 
     def check(self) -> None:
-        """Raise an error that shows every finding.
+        """Raise an error if there is any finding.
 
         Raises:
-            StreamError: There is one.
+            StreamError: There are findings.
         """
         found = self.findings
         if found:
@@ -197,14 +201,14 @@ class Seen:
 
 
 class Findings:
-    """Puts findings into a :class:`Seen`, each once."""
+    """Adds findings to a :class:`Seen`, each once."""
 
     def __init__(self, seen: Seen) -> None:
         self._seen = seen
         self._known: dict[tuple[object, ...], Race | EarlyFree | Mismatch] = {}
 
     def add(self, finding: Race | EarlyFree | Mismatch) -> None:
-        """Note a finding, or that a known one has come up again."""
+        """Add a finding, or count a known one again."""
         known = self._known.setdefault(finding.key, finding)
         if known is not finding:
             known.count += 1
@@ -217,7 +221,7 @@ class Findings:
 
 
 def race(first: Access, second: Access, memory: Memory) -> Race:
-    """A race about ``memory``."""
+    """A race over ``memory``."""
     return Race(first, second, memory.made, memory.num_bytes)
 
 

@@ -1,7 +1,7 @@
-"""Tensors that say ``cuda`` and lie in memory of the host.
+"""Tensors that claim to be on ``cuda`` but are in host memory.
 
-``torch.Tensor`` is a class of Python's, so its properties and methods can be replaced, in every thread. torch's C++
-side sees tensors of the CPU: autograd, optimizers and kernels work with real values.
+``torch.Tensor`` is a Python class, so its properties and methods can be replaced, for all threads. For torch's C++ code
+these are CPU tensors, so autograd, optimizers and kernels work with real values.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _FACTORIES = (
 _FROM_DATA = ("tensor", "as_tensor")
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided")
-#: A tensor without memory (a wrapper subclass) that says ``cuda`` is marked by this attribute.
+#: Attribute of a tensor without memory (a wrapper subclass) that claims to be on ``cuda``.
 _WRAPPER = "_shardwise_is_on_device"
 _CPU = torch.device("cpu")
 
-# torch's own, before they are replaced.
+# torch's functions, before they are replaced.
 _device: Any = Tensor.device
 _to, _tolist, _numpy, _clone = Tensor.to, Tensor.tolist, Tensor.numpy, Tensor.clone
 _storage_device: Any = torch.UntypedStorage.device
@@ -37,9 +37,9 @@ _resize: Any = torch.UntypedStorage.resize_
 
 
 def install(patches: Patches, detector: Detector) -> None:
-    """Replace what ``torch.Tensor`` and the factories of tensors do."""
+    """Replace methods of ``torch.Tensor`` and factories of tensors."""
     with torch.device("cpu"):
-        torch.empty(0)  # torch notes now, before they are replaced, which factories a device context is about
+        torch.empty(0)  # makes torch collect the factories that a device context affects, before they are replaced
     _Methods(detector).install(patches)
     replaced = _replace_factories(patches, detector)
     torch_private.replace_in_device_contexts(patches.set, replaced)
@@ -50,7 +50,7 @@ def _is_device(device: Any) -> bool:
 
 
 class _Property(property):
-    """A property that knows its name, as torch's own do: handlers of subclasses ask for it."""
+    """A property with a ``__name__``, like torch's properties, because handlers of subclasses read it."""
 
     def __init__(self, name: str, get: Callable[[Any], Any]) -> None:
         super().__init__(get)
@@ -58,7 +58,7 @@ class _Property(property):
 
 
 class _Methods:
-    """Stand-ins for properties and methods of ``torch.Tensor`` and of storages."""
+    """Replacements of properties and methods of ``torch.Tensor`` and of storages."""
 
     def __init__(self, detector: Detector) -> None:
         self._detector = detector
@@ -87,7 +87,7 @@ class _Methods:
         torch_private.replace_wrapper_factory(patches.set, _wrapper)
 
     def to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """``tensor.to(...)`` in all of its forms."""
+        """Replacement of ``tensor.to(...)``, in all of its forms."""
         target, args, kwargs = _target_of(args, kwargs)
         if target is None or target.type not in {"cpu", "cuda"} or _device.__get__(tensor).type != "cpu":
             return _to(tensor, *((target,) if target is not None else ()), *args, **kwargs)
@@ -97,12 +97,12 @@ class _Methods:
         side = Side.DEVICE if target.type == "cuda" else Side.PINNED if non_blocking else Side.HOST
         with self._detector.making(side, non_blocking=non_blocking):
             moved = _to(tensor, dtype, copy=True, **kwargs)
-        if memory_of(moved) is None and not moved.is_meta:  # this thread's operators are not seen
+        if memory_of(moved) is None and not moved.is_meta:  # this thread's operators are not observed
             self._detector.make(moved.untyped_storage(), side)
         return moved
 
     def pin_memory(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-        """A copy in memory that the driver has locked."""
+        """A copy in page-locked memory."""
         if memory_of(tensor) is not None:
             self._detector.on_host("pin_memory", [tensor], [])
         with self._detector.hidden():
@@ -111,19 +111,19 @@ class _Methods:
         return pinned
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
-        """The allocator waits for this stream too, before it hands the memory out again."""
+        """Note that the allocator also waits for this stream before it reuses the memory."""
         memory = memory_of(tensor)
         if memory is not None:
             memory.recorded.add(stream.agent)
 
     def tolist(self, tensor: Tensor) -> Any:
-        """The values; the host waits for them."""
+        """The values, for which the host waits."""
         self._read("tolist", tensor)
         with self._detector.hidden():
             return _tolist(tensor)
 
     def numpy(self, tensor: Tensor, **kwargs: Any) -> Any:
-        """The memory, of the host alone."""
+        """The memory as an array; only for host tensors."""
         if _device_of(tensor).type == "cuda":
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
         self._read("numpy", tensor)
@@ -139,7 +139,7 @@ class _Methods:
             self._detector.on_host(name, [tensor], [])
 
     def resize_(self, storage: Any, num_bytes: int) -> Any:
-        """Memory that is given back, or had anew."""
+        """Resize a storage, which frees or allocates its memory."""
         memory = storage.__dict__.get("_shardwise_memory")
         if memory is not None and memory.side is Side.DEVICE:
             self._detector.resize(memory, num_bytes)
@@ -147,7 +147,7 @@ class _Methods:
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that becomes a method where it is set on a class: one that is bound already would not."""
+    """Wrap a bound method in a plain function, which becomes a method when it is set on a class."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(self, *args, **kwargs)
@@ -201,7 +201,7 @@ def _options_of(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[torch.dtype
 
 
 def _wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A factory of tensors without memory, which may say that they are on the device."""
+    """Wrap a factory of tensors without memory, so that they may claim to be on the device."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
         is_on_device = _is_device(kwargs.get("device"))
@@ -219,7 +219,7 @@ def _wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_factories(patches: Patches, detector: Detector) -> dict[Any, Any]:
-    """Replace the factories; returns the stand-ins by torch's own, but for those that take a tensor."""
+    """Replace the factories, and return replacements by original, except for factories that take a tensor."""
     replaced: dict[Any, Any] = {}
     for name in _FACTORIES:
         original = getattr(torch, name)
@@ -236,7 +236,7 @@ def _replace_factories(patches: Patches, detector: Detector) -> dict[Any, Any]:
 
 
 def _side_of_options(kwargs: dict[str, Any]) -> Side | None:
-    """The side on which a factory with these options makes its tensor; the options become those of a CPU."""
+    """The side of the tensor that a factory with these options makes; changes the options to those of a CPU tensor."""
     is_pinned = bool(kwargs.pop("pin_memory", False))
     if _is_device(kwargs.get("device")):
         kwargs["device"] = _CPU
@@ -267,7 +267,7 @@ def _factory(detector: Detector, original: Callable[..., Any]) -> Callable[..., 
 
 
 def _from_data(detector: Detector, original: Callable[..., Any]) -> Callable[..., Any]:
-    """From numbers: torch copies them from pageable memory, and has the host wait."""
+    """Wrap a factory that copies numbers from pageable memory, for which the host waits."""
 
     def make(data: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(data, Tensor) and _is_device(kwargs.get("device")):
@@ -292,7 +292,7 @@ def _factory_like(detector: Detector, original: Callable[..., Any]) -> Callable[
         side = _side_of_options(kwargs)
         if side is None and given is None:
             side = Side.DEVICE if _device_of(like).type == "cuda" and type(like) is not torch.Size else None
-        if side is None and side_of(like) is Side.DEVICE:  # a tensor of the host shaped as one of the device
+        if side is None and side_of(like) is Side.DEVICE:  # a host tensor with the shape of a device tensor
             with detector.hidden():
                 return original(like, *args, **kwargs)
         if side is None:

@@ -1,4 +1,4 @@
-"""Threads of the host: what one hands to another is ordered, and operators are seen in each of them."""
+"""Threads of the host: handovers between threads order their work, and operators are observed in every thread."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ _submit, _result = ThreadPoolExecutor.submit, Future.result
 _put, _get = queue.Queue.put, queue.Queue.get
 _start, _join = threading.Thread.start, threading.Thread.join
 
-#: Under this name a thread, a future or a queue keeps what was seen by the thread whose work it passes on.
+#: Attribute of a thread, a future or a queue with the clock of the thread whose work it passes on.
 _END = "_shardwise_end"
 
 
 def install(patches: Patches, detector: Detector) -> None:
-    """Report to the detector what pools, threads and queues hand over."""
+    """Report handovers by pools, threads and queues to the detector."""
     for part in (_pools, _threads, _queues):
         part(patches, _Handover(detector))
 
 
 class _Handover:
-    """Order between threads: all that one has seen when it hands something over, the other has seen when it gets it."""
+    """Orders threads: the receiver of a handover merges the clock that the sender had at the handover."""
 
     def __init__(self, detector: Detector) -> None:
         self._detector = detector
 
     def moment(self) -> Clock:
-        """The observations and work of the calling thread."""
+        """The clock of the calling thread, after one more event."""
         with self._detector.lock:
             self._detector.host.tick()
             return dict(self._detector.host.clock)
 
     def learn(self, source: Any) -> None:
-        """The calling thread has got what a thread, a future or a queue has handed over."""
+        """Note that the calling thread has received a handover from a thread, a future or a queue."""
         with self._detector.lock:
             self._detector.host.learn(source.__dict__.get(_END, {}))
 
     def handed(self, function: Callable[..., Any], end: Clock) -> Callable[..., Any]:
-        """The function as another thread is to run it; ``end``: filled with what that has seen then."""
+        """Wrap a function for another thread; ``end`` is filled with that thread's clock after the function."""
         begin = self.moment()
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def _threads(patches: Patches, handover: _Handover) -> None:
 def _queues(patches: Patches, handover: _Handover) -> None:
     def put(self: queue.Queue[Any], *args: Any, **kwargs: Any) -> None:
         end: Clock = self.__dict__.setdefault(_END, {})
-        for number, time in handover.moment().items():  # of whichever threads put something
+        for number, time in handover.moment().items():  # merged over all threads that put something
             end[number] = max(end.get(number, 0), time)
         _put(self, *args, **kwargs)
 

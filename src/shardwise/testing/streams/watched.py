@@ -1,7 +1,7 @@
-"""The same detector on a real GPU: torch's own trace of streams and events feeds it, and what ``NcclComm`` calls.
+"""The same detector on a real GPU, fed by torch's trace of streams and events and by the calls of ``NcclComm``.
 
-``tests/gpu/test_plans.py`` runs it. On a GPU it found the planted race and no other one, but where gradients lie on the
-host: there it did not see that the host waits for the factor of clipping. What mends that has not run on a GPU yet.
+``tests/gpu/test_plans.py`` runs it. On a GPU it found the planted race, and one false race with gradients on the host,
+because it did not observe that the host waits for the factor of clipping. The fix has not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.testing.streams.operators import Watch
 from shardwise.testing.streams.patches import Patches
 from shardwise.testing.streams.report import Seen
 
-#: Calls of ``NcclComm``, and the places of the arguments that they read and write.
+#: Calls of ``NcclComm``, with the indices of the arguments that they read and that they write.
 _CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "all_gather_single": ((1,), (0,)),
     "all_gather_into_tensor": ((1,), (0,)),
@@ -44,10 +44,10 @@ _CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 @contextlib.contextmanager
 def watched() -> Iterator[Seen]:
-    """Inside, the streams of a real GPU are checked while it works; everything becomes slow.
+    """Check the order of streams on a real GPU inside; everything becomes slow.
 
     Yields:
-        What is seen, as by ``pretended_cuda``; ``collectives`` stays empty.
+        The observations, as from ``pretended_cuda``; ``collectives`` stays empty.
 
     Raises:
         RuntimeError: There is no GPU.
@@ -68,19 +68,19 @@ def watched() -> Iterator[Seen]:
 
 
 class _OfGpu(Detector):
-    """Streams are those of the driver, by their addresses."""
+    """A detector whose streams are those of the driver, by their addresses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.default = types.SimpleNamespace(pending=())
         self._by_address: dict[int, Agent] = {}
         self._events: dict[int, Clock] = {}
-        self._threads: list[Agent] = []  # of autograd's
-        self._caller: Agent | None = None  # of the newest backward
+        self._threads: list[Agent] = []  # autograd's threads
+        self._caller: Agent | None = None  # the thread that called the newest backward
 
     @property
     def stream(self) -> Agent:
-        """As :attr:`Detector.stream`."""
+        """See :attr:`Detector.stream`."""
         return self._agent(torch.cuda.current_stream().cuda_stream)
 
     def _agent(self, address: int) -> Agent:
@@ -91,7 +91,7 @@ class _OfGpu(Detector):
             return self._by_address[address]
 
     def around_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A backward runs in a thread of the device, to which it is handed, and which the caller waits for."""
+        """Wrap backward to order its thread after the call, and the calling thread after its end."""
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             caller = self.host
@@ -113,7 +113,7 @@ class _OfGpu(Detector):
 
     @property
     def host(self) -> Agent:
-        """As :attr:`Detector.host`. A thread of autograd's begins by what the caller of the backward has seen."""
+        """See :attr:`Detector.host`. A new thread of autograd starts with the clock of the caller of backward."""
         is_new = self.local.host is None
         found = super().host
         if is_new and threading.current_thread().name.startswith("Dummy"):  # made by C++
@@ -124,17 +124,17 @@ class _OfGpu(Detector):
         return found
 
     def mismatch(self, what: str) -> None:
-        """As :meth:`Detector.mismatch`. A real GPU refuses what it cannot do."""
+        """Do nothing: a real GPU refuses such operators itself."""
 
     def host_waits(self, why: str, moment: Clock | None = None) -> None:
-        """As :meth:`Detector.host_waits`. The driver's trace counts waits inside operators, before these are known."""
+        """See :meth:`Detector.host_waits`. Waits inside operators are not counted: the driver's trace counts them."""
         if moment is None:
             self._learn([self.host], self.stream)
         else:
             super().host_waits(why, moment)
 
     def callbacks(self) -> dict[str, Callable[..., None]]:
-        """The trace's callbacks, by the name of the event."""
+        """Callbacks for torch's trace, by the name of the event."""
 
         def record(event: int, stream: int) -> None:
             self._events[event] = self.moment_of(self._agent(stream))
@@ -151,7 +151,7 @@ class _OfGpu(Detector):
         }
 
     def know(self, tensor: Tensor) -> None:
-        """See to it that the detector knows the memory of a tensor that the program has made."""
+        """Register the memory of a tensor that the program has made."""
         if memory_of(tensor) is not None or tensor.layout is not torch.strided:
             return
         if tensor.is_cuda:
@@ -161,7 +161,7 @@ class _OfGpu(Detector):
 
 
 class _OnGpu(Watch):
-    """Knows device and pinned memory by the tensors that operators are given."""
+    """Registers device and pinned memory from the tensors that operators use."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         detector = self._detector
@@ -190,7 +190,7 @@ class _OnGpu(Watch):
 
 
 class _Calls:
-    """``torch.distributed``, seen."""
+    """Replaces ``torch.distributed`` in ``NcclComm``, and reports its calls to the detector."""
 
     def __init__(self, detector: Detector) -> None:
         self._detector = detector
@@ -209,7 +209,7 @@ class _Calls:
         return seen
 
     def batch_isend_irecv(self, messages: list[Any]) -> Any:
-        """As ``dist.batch_isend_irecv``."""
+        """See ``dist.batch_isend_irecv``."""
         sent, received = ([m.tensor for m in messages if m.op is op] for op in (dist.isend, dist.irecv))
         self._detector.launch("nccl messages", sent, received)
         return dist.batch_isend_irecv(messages)

@@ -1,4 +1,4 @@
-"""The operations of every rank of a large world in a step, from dry runs of a few of its ranks."""
+"""The collectives of every rank of a large world in a step, from dry runs of a few ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from shardwise.testing.streams.patches import Patches
 from shardwise.testing.streams.places import here
 from shardwise.testing.streams.report import Collective
 
-#: Axes along which ranks send each other messages: what a rank does depends on its place there, and only there.
+#: Axes along which ranks send each other messages. A rank's collectives depend only on its coordinates on these axes.
 _UNLIKE = ("pp", "cp")
-#: Of the messages with the shapes that stages exchange in a first step: in a dry run they are sent and not received.
+#: Prefix of messages with the shapes that stages exchange in the first step. In a dry run they are sent, not received.
 _HEADER = "shapes of stage"
 
 
 class _Noting(RecordComm):
-    """Notes what a rank issues, of all its Comms in one list."""
+    """Records the collectives of all Comms of a rank in one list."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], own: int, log: list[Collective], axis: str) -> None:
         super().__init__(axis, rank=ranks.index(own), size=len(ranks), device="meta")
@@ -36,7 +36,7 @@ class _Noting(RecordComm):
 
     @property
     def host(self) -> Comm:
-        """Messages of the host go another way, on which what is sent waits for nobody."""
+        """A separate Comm for the host's messages, whose sends do not wait."""
         return self._host
 
     def _note_issued(self, kind: str, unit: str, numel: int, messages: tuple[tuple[int, int], ...] = ()) -> None:
@@ -79,19 +79,20 @@ def world_traces(
     ranks_per_machine: int | None = None,
     **options: Any,
 ) -> list[Program]:
-    """The operations of each rank of a world in two steps and an update, in the order of issue.
+    """The collectives of each rank of a world in two steps and an update, in the order of issue.
 
-    Ranks that differ on data-parallel axes, ``tp`` and ``ep`` only do the same with other peers: of these one is run.
+    Ranks that differ only on data-parallel axes, ``tp`` and ``ep`` issue the same collectives with different peers, so
+    only one of them is run.
 
     Args:
-        build_model: As for ``sw.dry_run``.
+        build_model: See ``sw.dry_run``.
         plan: The plan.
-        world_size: Ranks.
-        ranks_per_machine: As for ``sw.dry_run``.
-        **options: Others of ``sw.dry_run``.
+        world_size: Number of ranks.
+        ranks_per_machine: See ``sw.dry_run``.
+        **options: Other options of ``sw.dry_run``.
 
     Returns:
-        By rank, for :func:`refuse_deadlocks`.
+        The program of each rank, for :func:`refuse_deadlocks`.
     """
     mesh = plan.mesh(world_size, ranks_per_machine)
     found: dict[tuple[int, ...], list[Collective]] = {}
