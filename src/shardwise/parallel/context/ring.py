@@ -117,7 +117,8 @@ class _Attention(torch.autograd.Function):
                 q[:, :, rows], block.k[:, :, columns], block.v[:, :, columns], scale, is_causal=diagonal
             )
             if hop == 0:
-                out, lse = partial.to(wide(q.dtype)), log_sum
+                # Copies: selective recomputation keeps what was computed, unless it is written to.
+                out, lse = partial.to(wide(q.dtype), copy=True), log_sum.clone()
             else:
                 _join(out[:, :, rows], lse[:, :, rows], partial, log_sum)
             if passing is not None:
