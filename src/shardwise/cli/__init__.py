@@ -1,4 +1,4 @@
-"""The command line. Importing it loads neither torch nor the verbs' modules that need it."""
+"""The command line. Importing it loads neither torch nor the modules of commands that need torch."""
 
 from __future__ import annotations
 

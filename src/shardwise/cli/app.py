@@ -1,4 +1,4 @@
-"""Verbs, and what every verb shares: how errors are shown and which code the process leaves with."""
+"""The commands, and the handling of errors and exit codes that they share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.cli.output import CONFIG_ENDINGS
 from shardwise.launch.exit_codes import show_error
 from shardwise.spec.errors import ShardwiseError
 
-#: Verb, and the function that it calls; or a group of verbs. Modules import torch inside their functions only.
+#: Functions of the commands by name; some are groups of commands. Modules import torch inside their functions only.
 VERBS = {
     "train": "train:train",
     "launch": "launch:launch",
@@ -38,7 +38,7 @@ VERBS = {
 
 
 def build() -> typer.Typer:
-    """The whole application. The help of a verb is its function's docstring."""
+    """Return the whole application. The help of a command is its function's docstring."""
     app = typer.Typer(
         name="shardwise",
         help="Train any PyTorch model on many devices: DDP, ZeRO and FSDP from one engine.",
@@ -68,7 +68,7 @@ def _summary(verb: object) -> str:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb. Errors of ours become one block of text and their exit code; others keep their traceback."""
+    """Run one command. Errors of shardwise become a block of text and their exit code; others keep their traceback."""
     given = fill_in_resume(sys.argv[1:] if arguments is None else arguments)
     try:
         result = build()(given, prog_name="shardwise", standalone_mode=True, obj=given)
@@ -88,7 +88,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def fill_in_resume(arguments: Sequence[str]) -> list[str]:
     """Give a bare ``--resume`` its value ``latest``.
 
-    A following word is its value unless it begins with ``-`` or ends as a configuration file does.
+    The following word is its value, unless that begins with ``-`` or is the name of a configuration file.
     """
     result: list[str] = []
     for index, argument in enumerate(arguments):
@@ -107,7 +107,7 @@ def _version_option(
         False,  # noqa: FBT003
         "--version",
         help="Print the version and exit.",
-        is_eager=True,  # before typer asks for a verb
+        is_eager=True,  # before typer requires a command
         callback=lambda value: _show_version() if value else None,
     ),
 ) -> None:

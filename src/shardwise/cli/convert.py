@@ -1,6 +1,6 @@
 """``convert``: a configuration of Accelerate, DeepSpeed or torchtitan as one for ``train``, with a comment per key.
 
-``data/conversion.yaml`` has the keys. Here are the rules about several keys at once, one function for each project.
+``data/conversion.yaml`` maps single keys. This module has the rules for combinations of keys, a function per project.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.cli.output import check_writable, show, write
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.text import first_line, printable
 
-#: Fields of a plan that may be left out where they do not go with the others, and change no result.
+#: Fields of a plan that do not change results. They are left out if they do not combine with the others.
 _OPTIONAL = ("compile", "offload_activations", "sequence_parallel", "reshard_after_forward")
 _TITLES = {
     "none": "No counterpart",
@@ -53,7 +53,7 @@ def convert(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The counterparts of keys; ``data/conversion.yaml`` explains each field."""
+    """A row of ``data/conversion.yaml``, which explains the fields: keys of the other project and their counterpart."""
 
     keys: str
     to: str
@@ -62,18 +62,18 @@ class Row:
 
     @property
     def sets(self) -> bool:
-        """Whether a key here takes the value."""
+        """Whether the row sets a key of the run's configuration."""
         return self.to not in _TITLES
 
     def matches(self, key: str) -> bool:
-        """Whether ``key`` is one of the row's."""
+        """Whether ``key`` matches one of the row's patterns."""
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.keys.split())
 
     def value(self, given: Any) -> Any:
-        """The value here, or ``"default"``.
+        """Return the value in the run's configuration, or ``"default"``.
 
         Raises:
-            KeyError: There is none.
+            KeyError: The value has no counterpart.
         """
         word = str(given).lower() if isinstance(given, bool | str) else f"{given:g}" if _is_number(given) else ""
         is_open = all(value is None or value == "default" or _is_number(value) for value in self.values.values())
@@ -82,7 +82,7 @@ class Row:
 
 @functools.cache
 def tables() -> dict[str, tuple[dict[str, Any], list[Row]]]:
-    """By project: its defaults, and the rows of its keys."""
+    """Return, by project, its defaults and the rows of its keys."""
     from shardwise.train.config.document import parse_yaml
 
     text = (Path(__file__).parent / "data" / "conversion.yaml").read_text("utf-8")
@@ -92,28 +92,28 @@ def tables() -> dict[str, tuple[dict[str, Any], list[Row]]]:
 
 @dataclass
 class Conversion:
-    """A configuration in the making."""
+    """A conversion in progress."""
 
-    given: dict[str, Any]  # the other project's keys, with their sections, and values
-    made: dict[str, Any] = field(default_factory=dict)  # the values here, by key with its section
-    why: dict[str, list[str]] = field(default_factory=dict)  # what each of them comes from
-    #: Other keys, by what is said of them, by ``automatic``, ``none`` and ``auto``.
+    given: dict[str, Any]  # the other project's values, by key with its sections
+    made: dict[str, Any] = field(default_factory=dict)  # values of the run's configuration, by key with its section
+    why: dict[str, list[str]] = field(default_factory=dict)  # origins of each key in ``made``
+    #: Original keys without a value in ``made``, by group (``automatic``, ``none`` or ``auto``) and explanation.
     notes: dict[str, dict[str, list[str]]] = field(default_factory=lambda: {title: {} for title in _TITLES})
 
     def put(self, key: str, value: Any, reason: str) -> None:
-        """Set a key of the run's configuration; an earlier value goes, its reason stays."""
+        """Set a key of the run's configuration. Replaces an earlier value, but keeps its reason."""
         self.made[key] = value
         self.why.setdefault(key, []).append(reason)
 
     def drop(self, key: str, reason: str) -> None:
-        """Take a key out again."""
+        """Remove a key of the run's configuration."""
         if key in self.made:
             del self.made[key]
             for source in self.why.pop(key):
                 self.note("none", source, reason)
 
     def take(self, kind: str) -> None:
-        """Apply the rows of a project, and its defaults for keys that are not given."""
+        """Apply the rows of a project, and its defaults for missing keys."""
         usual, rows = tables()[kind]
         left, usual = dict(self.given), dict(usual)
         for row in rows:
@@ -125,7 +125,7 @@ class Conversion:
             self.note("none", _shown(key, value), "`shardwise convert` does not know this key")
 
     def note(self, group: str, shown: str, text: str) -> None:
-        """Say something about a key that became nothing."""
+        """Add an explanation of an original key that sets nothing."""
         self.notes[group].setdefault(text, []).append(shown)
 
     def _apply(self, row: Row, key: str, value: Any, origin: str = "") -> None:
@@ -146,12 +146,12 @@ class Conversion:
             self.note("automatic", shown, "as here")
 
     def parallel(self) -> dict[str, Any]:
-        """The section of the plan."""
+        """Return the ``parallel`` section."""
         return _nested(self.made).get("parallel", {})
 
 
 def converted(file: Path, *, model: str | None = None, data: str | None = None) -> str:
-    """The text of a run's configuration, made from another project's."""
+    """Return the text of a run's configuration, converted from another project's file."""
     from shardwise.train.config.document import MARKS, kind_of, read_document
 
     values = read_document(file, takes_toml=True).values
@@ -247,7 +247,7 @@ def _finish_deepspeed(made: Conversion) -> None:
 
 
 def _finish_schedule(made: Conversion) -> None:
-    """Defaults of DeepSpeed's schedules: 1,000 steps of warm-up, by the logarithm, to 0.001."""
+    """Apply defaults of DeepSpeed's schedules: 1,000 warm-up steps, logarithmic, to a learning rate of 0.001."""
     params, name = "scheduler.params.", made.made.get("schedule.name")
     if name is None:
         return
@@ -290,7 +290,7 @@ def _finish_torchtitan(made: Conversion) -> None:
 
 
 def _divide_batch(made: Conversion) -> None:
-    """With a pipeline, torchtitan divides the local batch into microbatches; here these are its accumulation."""
+    """Set the microbatch size. With a pipeline, torchtitan's microbatches of the local batch become accumulation."""
     local = made.given.get("training.local_batch_size", made.given.get("training.batch_size", 8))
     micro = made.given.get("parallelism.pipeline_parallel_microbatch_size", 1)
     if made.made.get("parallel.pp", 1) == 1:
@@ -311,7 +311,7 @@ _FINISH: dict[str, Callable[[Conversion], None]] = {
 
 
 def _finish(made: Conversion, file: Path) -> None:
-    """Apply the rules common to all projects: options that do not combine here are left out, and named."""
+    """Apply the rules common to all projects. Options that do not combine here are left out, with a note."""
     if "parallel.mp_policy.reduce_dtype" in made.made and "parallel.mp_policy.param_dtype" not in made.made:
         made.put("parallel.mp_policy.param_dtype", None, "no dtype to compute in is given")
     steps, warmup = made.made.get("train.steps", 1000), made.made.get("schedule.warmup_steps", 0)
@@ -345,7 +345,7 @@ def _problem(plan: Mapping[str, Any]) -> str | None:
 
 
 def _stand_in(made: Conversion, model: str | None, data: str | None) -> None:
-    """Model and data, which these files do not name: as they are given, or what a first try takes."""
+    """Set model and data, which the other projects' files do not name: the given ones, or placeholders."""
     from shardwise.spec.shape.gpt import PRESETS
 
     held, length = made.made, made.made.pop("data.seq_len", None)
@@ -363,7 +363,7 @@ def _stand_in(made: Conversion, model: str | None, data: str | None) -> None:
 
 
 def _above(held: Mapping[str, Any], usual: int, *axes: str) -> int | None:
-    """Heads or layers of the stand-in, where degrees need more than it has: two stages a rank, a head for each rank."""
+    """Number of heads or layers of the placeholder, if degrees need more: a head per rank, or two stages per rank."""
     needed = 2 if axes == ("pp",) else 1
     for axis in axes:
         needed *= held.get(f"parallel.{axis}", 1)
@@ -374,7 +374,7 @@ def _above(held: Mapping[str, Any], usual: int, *axes: str) -> int | None:
 
 
 def _nested(made: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by section, key and, for policies, field."""
+    """Return the values nested by section, key and, for policies, field."""
     result: dict[str, Any] = {}
     for key, value in made.items():
         *above, last = key.split(".")

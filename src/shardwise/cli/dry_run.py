@@ -1,4 +1,4 @@
-"""``dry-run``."""
+"""``dry-run``: run the engine as one rank of a simulated world."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardwise.spec.plan import ParallelPlan
     from shardwise.train.model.build import Objective
 
-#: What is run where --strategies does not say, besides a configuration's own.
+#: The strategies run without ``--strategies`` and without a configuration.
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp", "hybrid_shard_grad_op")
 
 
@@ -123,7 +123,7 @@ def dry_run(
 
 
 def _order(build: Callable[[], nn.Module], plan: ParallelPlan, options: dict[str, Any], strategy: str) -> str:
-    """A line that the ranks never wait for each other in a circle; an error where they do."""
+    """Return a line that says that the collectives of all ranks cannot deadlock. Raise StateError if they can."""
     from shardwise.testing.streams import DeadlockError, refuse_deadlocks, world_traces
 
     traces = world_traces(build, plan, **options)
@@ -136,10 +136,10 @@ def _order(build: Callable[[], nn.Module], plan: ParallelPlan, options: dict[str
 
 @dataclasses.dataclass(frozen=True)
 class _Subject:
-    """The subject of the dry run: the model and how it is trained.
+    """The subject of the dry run: the model and its training settings.
 
-    ``compute_dtype`` is that of the folder's weights, for which masters in fp32 are kept; ``None``: fp32. ``own`` is
-    the microbatch and the objective where a spec replaces parts of the run.
+    ``compute_dtype`` is the dtype of the folder's weights (with masters in fp32), or ``None`` for fp32. ``own`` is the
+    microbatch and the objective if a spec replaces parts of the run.
     """
 
     build: Callable[[], nn.Module]
@@ -235,7 +235,7 @@ def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str
 def _plans(
     given: ParallelPlan | None, strategies: str | None, precision: str | None, *, world_size: int, local_size: int
 ) -> tuple[list[ParallelPlan], list[str]]:
-    """The plans to run, and a note for each default strategy that does not fit the world."""
+    """Return the plans to run, and a note for each default strategy that does not fit the world."""
     from shardwise.spec.errors import MeshError
     from shardwise.spec.plan import ParallelPlan
     from shardwise.spec.policies import PrecisionPolicy
@@ -267,7 +267,7 @@ def _tokens(micro_batch: int, seq_len: int) -> Tensor:
 
 
 def table(results: list[DryRun]) -> str:
-    """One line per strategy: bytes held by category, and bytes sent."""
+    """Return a table with one row per strategy: bytes of memory by category, and bytes sent."""
     first = results[0]
     header = ["strategy", "peak", *first.bytes_by_category, "sent per step"]
     rows = [

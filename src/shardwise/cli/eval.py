@@ -59,7 +59,7 @@ def evaluate(
         _tokenizer(trained, is_chat=chat)
 
     def work(trained: Trained, world: World) -> int:
-        if world.rank:  # the first rank shows how far it is
+        if world.rank:  # only rank 0 shows its progress
             os.environ["TQDM_DISABLE"] = "1"
         import lm_eval  # pyrefly: ignore[missing-import]
         from lm_eval.utils import make_table  # pyrefly: ignore[missing-import]
@@ -87,7 +87,7 @@ def evaluate(
 
 
 def _tokenizer(trained: Trained, *, is_chat: bool) -> tuple[Any, int | None]:
-    """The model's tokenizer, as one of transformers, and what begins texts where it has no token for that."""
+    """Return the model's tokenizer as one of transformers, and the token before each text if it has no BOS."""
     from shardwise.train.data.tokenizer import OfFolder, byte_tokenizer
 
     tokenizer = trained.tokenizer()
@@ -101,12 +101,12 @@ def _tokenizer(trained: Trained, *, is_chat: bool) -> tuple[Any, int | None]:
 
 
 def _found(given: Sequence[str]) -> tuple[list[str], Any]:
-    """The names of the tasks, and lm-eval's index of them."""
+    """Return the names of the tasks, and lm-eval's index of them."""
     from lm_eval.tasks import TaskManager  # pyrefly: ignore[missing-import]
 
     files = {name: Path(name).resolve() for name in given if Path(name).is_file()}
     folders = sorted({str(path.parent) for path in files.values()})
-    manager = TaskManager(include_path=folders, include_defaults=len(files) < len(given))  # it reads 14,000 files
+    manager = TaskManager(include_path=folders, include_defaults=len(files) < len(given))  # defaults: 14,000 files
     names: list[str] = []
     for name in given:
         path = files.get(name)

@@ -238,7 +238,7 @@ def export(
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """The checkpoint itself, or those of a run, oldest first."""
+    """Return the checkpoint itself, or those of a run, oldest first."""
     from shardwise.spec.run_files import CHECKPOINTS
 
     place = place_of(path)

@@ -99,7 +99,7 @@ def generate(
 
 
 def _rows(asked: _Asked, trained: Trained) -> tuple[list[list[int]], Tokenizer | None]:
-    """Ids of each prompt, texts first; and the tokenizer, where there are texts."""
+    """Return the token ids of each prompt, texts first, and the tokenizer if there are texts."""
     if not asked.texts and not asked.ids:
         raise ConfigError("there is no prompt.\n  Give --prompt TEXT, or --tokens '12 7 9'.")
     if re.search("[\ud800-\udfff]", "".join(asked.texts)):
@@ -120,7 +120,7 @@ def _rows(asked: _Asked, trained: Trained) -> tuple[list[list[int]], Tokenizer |
 
 
 def _conversations(texts: Sequence[str], tokenizer: Tokenizer, template: str | None) -> list[list[int]]:
-    """Ids of conversations of one message each, up to where the answer begins."""
+    """Return the token ids of conversations with one message each, up to the beginning of the answer."""
     from shardwise.train.data.tokenizer import OfFolder
 
     if not isinstance(tokenizer, OfFolder) or not (template or tokenizer.held.chat_template):
@@ -130,7 +130,7 @@ def _conversations(texts: Sequence[str], tokenizer: Tokenizer, template: str | N
         )
     try:
         return [tokenizer.encode_chat([{"role": "user", "content": text}], template) for text in texts]
-    except Exception as error:  # noqa: BLE001  a template raises what it likes
+    except Exception as error:  # noqa: BLE001  a template may raise anything
         raise ConfigError(
             f"--chat: the chat template refuses the message: {first_line(error)}\n"
             "  Leave --chat out, and write the whole text in --prompt."
@@ -170,7 +170,7 @@ def _text(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
 def _writer(
     asked: _Asked, rows: Sequence[Sequence[int]], tokenizer: Tokenizer | None
 ) -> Callable[[Sequence[Sequence[int]]], None]:
-    """Return the function that is called with all tokens so far, whenever a new one has come."""
+    """Return a function to call with all tokens so far after each new token."""
     if not asked.is_stream:
         return lambda _new: None
     begin = [] if asked.is_chat else rows[0]
@@ -183,7 +183,7 @@ def _writer(
         nonlocal written
         text = _text([*begin, *new[0]], tokenizer)
         if text.endswith("\ufffd") and len(new[0]) < asked.max_new_tokens:
-            text = text[:written]  # perhaps a character that is not complete yet
+            text = text[:written]  # perhaps an incomplete character
         piece, written = text[written:], len(text)
         if asked.is_json:
             sys.stdout.write(json.dumps({"token": new[0][-1], "text": piece}) + "\n")

@@ -1,4 +1,4 @@
-"""``launch``: write the file with which a scheduler runs a configuration. Starts nothing."""
+"""``launch``: write the job file with which a scheduler runs a configuration. Starts nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardwise.launch.jobs.job import Job
     from shardwise.train.config.sections import RawConfig
 
-#: The schedulers, and what starts a job in each.
+#: The options that name a scheduler, and the command that starts a job there.
 _START = {"--slurm": "sbatch", "--kubernetes": "kubectl apply -f", "--skypilot": "sky jobs launch"}
 
 
@@ -109,7 +109,7 @@ def launch(
 def _check_options(
     scheduler: str, *, is_in_container: bool, cpu: bool, time: str | None, volume: str | None, gpu: str | None
 ) -> None:
-    """Refuse options that the job would not have anything of."""
+    """Refuse options without an effect on the job."""
     without = {
         "--time": time is not None and scheduler != "--slurm",
         "--gpu": gpu is not None and (scheduler != "--skypilot" or cpu),
@@ -140,7 +140,7 @@ def _written(
 
 
 def num_ranks_of(raw: RawConfig, gpus: int | None) -> int:
-    """The number of ranks of the run: as asked, or the product of the degrees if the configuration has all of them."""
+    """Return the number of ranks: ``gpus``, or the product of the degrees if the configuration sets all of them."""
     if gpus is not None:
         return gpus
     raw.raise_if_any()
@@ -156,8 +156,7 @@ def num_ranks_of(raw: RawConfig, gpus: int | None) -> int:
 def _check(raw: RawConfig, num_nodes: int, ranks_per_node: int, *, reads_model: bool) -> None:
     """Check, before a job waits in a queue, what ``train`` would check on every rank.
 
-    Where ``reads_model`` is false the model and the data are in the job's image or on its volume, and only the plan and
-    the batch are checked.
+    Without ``reads_model`` only plan and batch are checked: the model and the data are in the job's image or volume.
     """
     from shardwise.train.config.resolve import batch_in, resolve
     from shardwise.train.start import rehearse

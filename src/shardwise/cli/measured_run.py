@@ -1,4 +1,4 @@
-"""``plan --measured``: runs of one's own, from tokens per second or a run's folder, and the machine that they show."""
+"""``plan --measured``: calibrates the predictions by the user's runs, given as tokens per second or a run's folder."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from shardwise.spec.run_files import CONFIG
 if TYPE_CHECKING:
     from shardwise.planner import Cluster, Estimate, Workload
 
-#: What a run may say beside fields of its plan: of the cluster, and of the workload.
+#: Fields of a measured run besides those of its plan, and their names in the cluster and the workload.
 _OTHERS = {"gpus": "num_gpus", "seq": "seq_len", "global_batch": "global_batch"}
 
 
 def rescaled(
     measured: list[str], first: Estimate, workload: Workload, fixed: dict[str, Any]
 ) -> tuple[Cluster, list[str]]:
-    """The cluster as one run or two show it, and what they moved, in sentences.
+    """Return the cluster calibrated by one or two runs, and sentences about the changed figures.
 
-    ``first`` is the plan that ran where a run says no other.
+    ``first`` is the plan that ran, unless a run names fields of another.
     """
     from shardwise.planner import rescale
 
@@ -49,12 +49,12 @@ def _run(text: str, first: Estimate, workload: Workload, fixed: dict[str, Any]) 
     if not given and not others:
         return first, tokens_per_s
     cluster = replace(first.cluster, num_gpus=others.pop("num_gpus", first.cluster.num_gpus))
-    axes = dict.fromkeys(("tp", "pp", "cp", "ep"), 1) if "strategy" in given else {}  # as in a plan that names none
+    axes = dict.fromkeys(("tp", "pp", "cp", "ep"), 1) if "strategy" in given else {}  # as in a plan that sets none
     return search(first.shape, cluster, replace(workload, **others), **{**axes, **fixed, **given})[0], tokens_per_s
 
 
 def read_fixed(given: list[str], others: Container[str] = ()) -> dict[str, Any]:
-    """``field=value`` each, the value written as in YAML; ``others`` are names beside those of a plan's fields."""
+    """Parse ``field=value`` entries with values in YAML. ``others`` are accepted names besides fields of a plan."""
     import yaml
 
     from shardwise.planner.candidate import check_fixed
@@ -73,7 +73,7 @@ def read_fixed(given: list[str], others: Container[str] = ()) -> dict[str, Any]:
 
 
 def _of_folder(folder: Path, cluster: Cluster) -> tuple[Estimate, float]:
-    """A run of ``train``: the plan of its configuration, and the mean of its steps after the first ones."""
+    """Return the estimate for a run of ``train``, and its measured tokens/s without the first steps."""
     from shardwise.planner import estimate
     from shardwise.report.run import read_run
     from shardwise.train.config.resolve import resolve
@@ -83,7 +83,7 @@ def _of_folder(folder: Path, cluster: Cluster) -> tuple[Estimate, float]:
     run = read_run(folder)
     world, spent = run.plan.get("world_size"), run.step_time_s
     is_timed = run.summary.get("timed_steps") != 0 and run.summary.get("world_size", world) == world
-    if not isinstance(world, int) or not spent or not is_timed:  # the records may be those of other ranks, before
+    if not isinstance(world, int) or not spent or not is_timed:  # records may be of an earlier start with other ranks
         raise ConfigError(
             f"--measured {folder}: its last start timed no step.\n  Name the folder of a run that made a few steps."
         )

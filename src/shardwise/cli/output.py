@@ -1,4 +1,4 @@
-"""Output of the verbs: safe text on stdout, an error as one block on stderr, result files written whole."""
+"""Output of the commands: printable text on stdout, and result files that are replaced atomically."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from shardwise.launch.file import replace
 from shardwise.spec.errors import ConfigError, StorageError
 from shardwise.spec.text import printable
 
-#: How the names of configuration files end. TOML is refused by name.
+#: Suffixes of configuration files. TOML is refused with an error that names it.
 CONFIG_ENDINGS = (".yaml", ".yml", ".json", ".toml")
 
 
 def show(text: str) -> None:
-    """Lines on stdout, control characters escaped."""
+    """Print lines on stdout with control characters escaped."""
     sys.stdout.write(printable(text, is_block=True) + "\n")
     sys.stdout.flush()
 
 
 def check_writable(path: Path | None) -> None:
-    """Refuse early what could not be written after minutes of work; makes the folder.
+    """Create the folder of ``path``, and refuse a path that could not be written after minutes of work.
 
     Raises:
-        StorageError: It cannot be written.
+        ConfigError: ``path`` is a folder.
+        StorageError: The file cannot be written.
     """
     if path is None:
         return
@@ -35,16 +36,16 @@ def check_writable(path: Path | None) -> None:
         was_there = path.exists()
         path.open("a").close()
         if not was_there:
-            path.resolve().unlink()  # of a link what it points to; a verb that is refused leaves no empty file
+            path.resolve().unlink()  # the target of a link; a refused command leaves no empty file
     except OSError as error:
         raise _unwritable(path, error) from None
 
 
 def write(path: Path, content: str) -> None:
-    """Replace ``path`` by a file with ``content``; a link, a pipe or a device is written to and stays.
+    """Replace ``path`` by a file with ``content``. Links, pipes and devices are written to and not replaced.
 
     Raises:
-        StorageError: It cannot be written.
+        StorageError: The file cannot be written.
     """
     try:
         if path.exists() and not stat.S_ISREG(path.lstat().st_mode):

@@ -1,4 +1,4 @@
-"""``parity``: every strategy against one process, on the user's own model and data."""
+"""``parity``: compare every strategy with one process, on the user's model and data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardwise.launch.world import World
     from shardwise.train.config.sections import RawConfig
 
-#: What is compared where --strategies does not say.
+#: The strategies compared without ``--strategies``.
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
 
 

@@ -1,4 +1,4 @@
-"""``plan``: which plans fit, how fast they are, and why. Starts nothing; torch is asked for a GPU's name only."""
+"""``plan``: rank the plans that fit by speed, and explain them. Uses torch only to ask for a GPU's name."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from shardwise.spec.shape import ModelShape
     from shardwise.spec.shape.gpt import GPTConfig
 
-#: What ``--largest`` scales where no model is named: GPT-3's proportions.
+#: The model whose proportions (GPT-3's) ``--largest`` scales if none is named.
 _LARGEST = "gpt-175b"
 
-#: Tokens that a GPU gets of a step where ``--global-batch`` does not say.
+#: Tokens per GPU and step without ``--global-batch``.
 _TOKENS_PER_GPU = 1 << 14
 
 
@@ -163,12 +163,12 @@ def plan(
 
 
 def _precision_of(device: Gpu) -> str:
-    """The dtype of products where nothing says it: the first that the device has units for, or was calibrated in."""
+    """Return the default dtype of products: the first that the device has units for, or was calibrated with."""
     return next((name for name in ("bf16", "fp16") if name in device.peaks), "fp32")
 
 
 def _samples_of(tokens: int) -> int:
-    """Samples that a GPU gets of a step, a power of two; of what is no sequence of tokens eight."""
+    """Return the default samples per GPU and step, a power of two; 8 for samples other than token sequences."""
     return 1 << max(0, round(math.log2(_TOKENS_PER_GPU / tokens))) if tokens > 1 else 8
 
 
@@ -254,28 +254,28 @@ def _show_largest(
     show("\n".join(screen.largest_page(shape, cluster, workload, found)))
 
 
-# -- what is planned for
+# -- the subject
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The subject of a plan."""
+    """The model to plan for, and settings of its configuration."""
 
     shape: ModelShape
-    #: The section of a configuration that names it; ``None``: a well-known model, of which only the sizes are here.
+    #: The ``model`` section of a configuration; ``None`` for a well-known model, of which only the sizes are known.
     model: dict[str, Any] | None = None
     config: dict[str, Any] | None = None  # the ``config.json`` of a well-known model
     base: dict[str, Any] | None = None  # the run configuration that was given
-    fixed: dict[str, Any] = field(default_factory=dict)  # what it fixes
-    seq_len: int | None = None  # tokens of a sequence that it says
-    global_batch: int | None = None  # sequences of a step that it says
+    fixed: dict[str, Any] = field(default_factory=dict)  # fields of a plan that the configuration sets
+    seq_len: int | None = None  # tokens of a sequence in the configuration
+    global_batch: int | None = None  # sequences of a step in the configuration
     precision: str | None = None  # dtype of products; ``None``: that of the GPU
     optimizer: str = "adamw"
-    lora_rank: int | None = None  # of its adapters; ``None``: the model itself is trained
+    lora_rank: int | None = None  # rank of its adapters; ``None``: the model itself is trained
     chunked_loss: bool = False  # ``train.chunked_cross_entropy``
 
     def written(self, out: Path) -> dict[str, Any]:
-        """The section of the model for a configuration at ``out``; makes a well-known model's folder beside it."""
+        """Return the ``model`` section for a configuration at ``out``. Writes a well-known model's folder beside it."""
         from shardwise.cli.plan_file import write_model_folder
 
         if self.model is not None:
@@ -286,7 +286,7 @@ class Subject:
 
 
 def find_subject(model: str | None, spec: str | None = None) -> Subject:
-    """Find the subject that MODEL names: a configuration file, or none where a spec brings the model."""
+    """Find the subject that MODEL names: a model or a configuration file. MODEL may be missing if a spec is given."""
     from shardwise.spec.hub import how_to_fetch, is_hub_name, local_folder
     from shardwise.spec.shape.gpt import PRESETS
     from shardwise.spec.shape.names import KNOWN, is_known, plain_name
@@ -325,7 +325,7 @@ def _shape(source: str | Path | GPTConfig) -> ModelShape:
     return ModelShape.from_config(source)
 
 
-#: Fields of the ``train`` section, and what they fix.
+#: Fields of the ``train`` section, and the fields of a plan that they fix.
 _TRAIN = {"micro_batch_size": "micro_batch", "gradient_accumulation_steps": "accumulation_steps"}
 
 
@@ -386,7 +386,7 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
 
 
 def _given(*values: int | None) -> int:
-    """The first that is there."""
+    """Return the first value that is not ``None``."""
     return next(value for value in values if value is not None)
 
 
@@ -428,7 +428,7 @@ def _cluster(gpu: str | None, num_gpus: int | None, per_node: int, network: floa
 
 
 def this_gpu() -> tuple[str, int]:
-    """The name in the hardware table of this machine's GPUs, and their number."""
+    """Return the name of this machine's GPUs in the hardware table, and their number."""
     from shardwise.cost.hardware import gpu_of_device, gpus
     from shardwise.launch.process import num_gpus
 

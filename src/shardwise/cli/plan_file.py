@@ -1,4 +1,4 @@
-"""``plan --out``: a configuration that ``train`` takes as it is, and the command that starts it."""
+"""``plan --out``: a configuration for ``train``, and the command that starts it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def command(made: Estimate, path: str) -> str:
-    """The command that starts the run: on one node one command, on several the same one on each."""
+    """Return the command that starts the run. On several nodes, the same command is run on each."""
     gpus, node = made.cluster.num_gpus, min(made.cluster.gpus_per_node, made.cluster.num_gpus)
     if gpus == node:
         return f"torchrun --nproc-per-node {node} -m shardwise train {path}"
@@ -27,9 +27,9 @@ def command(made: Estimate, path: str) -> str:
 
 
 def configuration(made: Estimate, model: dict[str, Any], base: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The configuration of a plan.
+    """Return the configuration of a plan.
 
-    What ``base`` says of data, schedule and so on stays.
+    Keeps the other sections of ``base``, such as data and schedule.
     """
     workload = made.workload
     held: dict[str, Any] = {
@@ -66,7 +66,7 @@ def configuration(made: Estimate, model: dict[str, Any], base: dict[str, Any] | 
 
 
 def write_plan(path: Path, made: Estimate, model: dict[str, Any], base: dict[str, Any] | None = None) -> None:
-    """Write the configuration, with what is predicted in a comment."""
+    """Write the configuration, with a comment that shows the predictions."""
     import yaml
 
     cluster = made.cluster
@@ -88,7 +88,7 @@ def write_plan(path: Path, made: Estimate, model: dict[str, Any], base: dict[str
 
 
 def write_model_folder(folder: Path, config: dict[str, Any]) -> None:
-    """A folder with a ``config.json`` alone, of which ``train`` draws the weights; one that is there stays."""
+    """Write a folder with a ``config.json`` alone, from which ``train`` initializes weights. Keeps an existing file."""
     path = folder / "config.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

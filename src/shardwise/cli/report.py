@@ -1,4 +1,4 @@
-"""``report``: one page of HTML of a run, or of several side by side."""
+"""``report``: one page of HTML for a run, or for several side by side."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def schedule(
     )
     try:
         built = PipelinePolicy(name, microbatches, virtual_stages).build(pp)
-    except PlanError as error:  # names fields of a configuration
+    except PlanError as error:  # the message names fields of a configuration
         named = re.sub(r"\b(?:num_)?(microbatches|virtual_stages|schedule|pp)(?:=| (?=out))", r"--\1 ", str(error))
         raise PlanError(named.replace("_stages", "-stages")) from None
     check(built)
@@ -71,7 +71,7 @@ def _number(option: str, text: str) -> Fraction:
 
 
 def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
-    """The drawing, and below it what the schedule costs."""
+    """Return the drawing, and below it the costs of the schedule."""
     from shardwise.spec.schedule.closed import held, rows
 
     v = built.num_virtual_stages
@@ -116,7 +116,7 @@ def _per_rank(counts: list[int]) -> str:
 
 
 def _facts(built: Schedule, timing: Timing, durations: Durations) -> dict[str, Any]:
-    """Everything, as plain data; times and bubbles as numbers."""
+    """Return the schedule and its timing as plain data, with times and bubbles as numbers."""
     from shardwise.spec.schedule.closed import held
 
     when = {span.action: span for spans in timing.spans for span in spans}

@@ -1,4 +1,4 @@
-"""``serve``: answer OpenAI's requests with a trained model."""
+"""``serve``: answer requests of OpenAI's API with a trained model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from shardwise.train.data.tokenizer import Tokenizer
     from shardwise.train.trained import Trained
 
-#: The key that clients must show.
+#: Environment variable with the key that clients must send.
 _API_KEY = "SHARDWISE_API_KEY"
-#: How much longer than the answers under way the processes have for their end.
+#: Seconds that the processes have to exit, after the time for running answers.
 _ENDING_S = 15.0
 
 
@@ -102,7 +102,7 @@ def serve(
 
 
 def _check(asked: _Asked, trained: Trained, count: int) -> None:
-    """Refuse what can be known to fail before any process starts."""
+    """Check, before any process starts, everything that can be checked then."""
     from shardwise.serve.server import bind
 
     resolved = trained.resolve(asked.overrides, count)
@@ -129,14 +129,14 @@ def _tokenizer(asked: _Asked, trained: Trained) -> Tokenizer:
             "  Leave it out, and ask for completions."
         )
     if isinstance(tokenizer, OfFolder) and (template or tokenizer.held.chat_template):
-        try:  # here, in the main thread, it has limits
+        try:  # in the main thread the template's limits of time and memory apply
             tokenizer.encode_chat([{"role": "user", "content": "a"}], template)
         except (MemoryError, TimeoutError) as error:
             raise ConfigError(
                 f"the chat template: of one letter it makes no text: {str(error) or 'it takes over 1 GiB'}.\n"
                 "  Give another with --chat-template FILE."
             ) from None
-        except Exception:  # noqa: BLE001, S110 - it may want other roles, of which requests are told
+        except Exception:  # noqa: BLE001, S110 - the template may require other roles; requests then get its error
             pass
     return tokenizer
 

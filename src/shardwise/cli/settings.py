@@ -1,4 +1,4 @@
-"""Verbs that start nothing: ``validate``, ``config-schema``, and ``env``: what this machine and installation offer."""
+"""Commands that start nothing: ``validate``, ``config-schema``, and ``env``, which prints versions and devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``train``: check everything, start the workers, or be one of them."""
+"""``train``: check everything, then start the workers, or run as one of them."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def train(
     profiled = step_range_of(profile_steps)
     world = read_world()
     if world.source == "slurm" and world.size == 1 and nproc is not None:
-        world = World()  # one task of srun, which starts the ranks
-    if world.source == "slurm":  # whose signal before the time limit comes once, also while torch is being loaded
+        world = World()  # this single task of srun starts the ranks
+    if world.source == "slurm":  # Slurm sends its signal before the time limit only once, maybe while torch is imported
         catch_early()
     overrides = overrides or []
     if check_streams is not None:

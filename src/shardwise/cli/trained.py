@@ -1,4 +1,4 @@
-"""Common parts of verbs that use a trained model: finding it, starting as many processes as its plan needs."""
+"""Common parts of commands that use a trained model: find it, and start as many processes as its plan needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_packages(verb: str, *names: str) -> None:
-    """Refuse a verb whose packages are missing."""
+    """Refuse a command whose packages are missing."""
     from importlib.util import find_spec
 
     missing = [name for name in names if find_spec(name) is None]
@@ -36,14 +36,14 @@ def run_trained(
     work: Callable[[Trained, World], int],
     **launching: Any,
 ) -> None:
-    """Find what ``path`` is, and do the ``work`` here or in processes of its own.
+    """Find the trained model at ``path``, and run ``work`` in this process or in new ones.
 
-    ``check`` refuses, before any process starts, what can be known to fail with so many; ``work`` is what each rank
-    does, and returns its exit code. ``launching`` goes to :func:`shardwise.launch.elastic.launch`.
+    ``check`` refuses, before any process starts, what cannot work with that number of processes. ``work`` runs on each
+    rank and returns its exit code. ``launching`` goes to :func:`shardwise.launch.elastic.launch`.
 
     Raises:
         typer.Exit: At the end, with the exit code.
-        ConfigError, CheckpointError: Something cannot work.
+        ConfigError, CheckpointError: The model cannot be used as requested.
     """
     from shardwise.launch.elastic import launch, num_workers
     from shardwise.launch.exit_codes import run_worker
