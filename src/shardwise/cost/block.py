@@ -93,13 +93,7 @@ class Rank:
 
 
 def block_work(rank: Rank, block: Block, first_len: int) -> UnitWork:
-    """The work of a block.
-
-    Args:
-        rank: The rank, with the length of the sequences that the block transforms.
-        block: The block.
-        first_len: Positions of the sequences that the block's cross-attention reads.
-    """
+    """The work of a block; ``first_len`` is the length of the sequences that the block's cross-attention reads."""
     return _Count(rank, block).unit(first_len)
 
 

@@ -108,13 +108,7 @@ class Arithmetic:
         )
 
     def rotary(self, numel: float, share: float = 1.0, *, joins: bool = False) -> Part:
-        """Rotation of queries and keys by their positions.
-
-        Args:
-            numel: Elements of queries and keys.
-            share: Fraction of each head that is rotated.
-            joins: A concatenation joins the rotated part and the rest, even if the rest is empty.
-        """
+        """Rotation of queries and keys with ``numel`` elements; see ``spec.shape.Attention`` for the other two."""
         e = self.item
         if self.is_fused:
             return Part("rotary", 2 * e * numel, 2 * e * numel, 0.0, 1)
@@ -172,10 +166,7 @@ class Arithmetic:
     def attention(self, q_numel: float, kv_numel: float, rows: float) -> Part:
         """The tensors that fused attention saves: queries, keys, values, output, and a number for each row of a head.
 
-        Args:
-            q_numel: Elements of the queries, and of the output.
-            kv_numel: Elements of the keys, and of the values.
-            rows: Queries times heads.
+        Queries and output have ``q_numel`` elements each, keys and values ``kv_numel``; ``rows`` is queries x heads.
         """
         return Part("attention", 0.0, 0.0, self.item * (2 * q_numel + 2 * kv_numel) + 4 * rows, 1)
 

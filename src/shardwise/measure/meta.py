@@ -61,9 +61,7 @@ class _WithoutDraws(TorchFunctionMode):
 def on_meta(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Replace every parameter and buffer of ``model`` by a meta tensor inside a block; afterwards restore them.
 
-    Args:
-        model: Any module; tied parameters stay tied.
-        dtype: Dtype of floating-point parameters on meta. Buffers keep their dtype.
+    Tied parameters stay tied. Floating-point parameters get ``dtype``; buffers keep theirs.
     """
     held: list[tuple[dict[str, Any], str, Any]] = []
     moved: dict[int, Any] = {}

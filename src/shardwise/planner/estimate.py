@@ -100,11 +100,7 @@ def estimate(
 def check_positions(shape: ModelShape, tokens: int, given: str, option: str) -> None:
     """Refuse sequences longer than the learned positions; rotary and relative positions have no such limit.
 
-    Args:
-        shape: The model.
-        tokens: Tokens of a sequence.
-        given: The setting with its value, for the message.
-        option: The setting's name up to its value, for the advice.
+    ``given`` is the setting with its value and ``option`` the setting up to its value, for the message.
 
     Raises:
         ConfigError: The model has fewer learned positions.

@@ -172,13 +172,7 @@ class States:
 
 @functools.lru_cache(maxsize=4096)
 def states(root: Parameters, runs: Runs, rules: Rules) -> States:
-    """Compute the memory of a rank for a stage with these units, in closed form.
-
-    Args:
-        root: Parameters outside of blocks: embedding, last norm, head.
-        runs: The blocks in order.
-        rules: The engine's settings.
-    """
+    """Compute the memory of a rank for a stage, in closed form; ``root`` are the parameters outside of blocks."""
     of_root, placed = _placed(root, merged_runs(root, runs, rules), rules)
     few = max(1 + max(rules.prefetch), rules.num_gradient_buffers) + 2
     if rules.receives and rules.num_gradient_buffers > 2:  # receive buffers then do not grow equally with each unit

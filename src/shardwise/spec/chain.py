@@ -99,12 +99,8 @@ _Best = tuple[int, int, int]
 def balance(costs: Sequence[int], num_stages: int) -> list[int]:
     """The first layer of each stage, such that the most expensive stage costs as little as possible.
 
-    Ties are broken by the most even costs (least sum of squares) among the divisions compared. An element without cost
-    stays in one stage with the element that follows it where possible.
-
-    Args:
-        costs: Costs of the elements, in order.
-        num_stages: Number of stages; each gets at least one element with a cost.
+    Ties are broken by the most even costs (least sum of squares) among the divisions compared. Each stage gets at least
+    one element with a cost. An element without cost stays in one stage with the element that follows it where possible.
 
     Raises:
         PlanError: There are fewer elements with a cost than stages.

@@ -41,7 +41,7 @@ class Extent:
     Attributes:
         name: Logical, fully qualified name, as in the plain model's ``state_dict``. For optimizer state:
             ``optimizer/<parameter name>/<state key>``. For buffers: ``buffer/<name>``.
-        shape: Logical shape of the whole tensor.
+        shape: Logical shape of the full tensor.
         dtype: Short name: ``fp32``, ``bf16``, ``fp16``, ``fp64``, ``int64``, ... (``spec.precision``).
         start: First element of the range; with ``cuts``, counted in the slice.
         stop: One past the last element. ``start == stop`` is an empty extent.
@@ -155,12 +155,9 @@ def bounding_box(extent: Extent) -> tuple[_Range, ...]:
 
 
 def range_in_slice(extent: Extent, cuts: tuple[Cut, ...], box: Sequence[_Range]) -> _Range:
-    """The smallest range of elements of a slice that contains all elements of the slice inside a box.
+    """The smallest range of elements of slice ``cuts`` that contains all its elements inside ``box``.
 
-    Args:
-        extent: Any extent of the tensor, for its shape and strides.
-        cuts: The slice.
-        box: A range of indices for each dimension of the logical tensor.
+    ``box`` has a range of indices for each dimension of the logical tensor, whose shape and strides ``extent`` has.
     """
     order = _memory_order(extent.shape, extent.stride)
     sides = _sides(extent.shape, cuts, order)

@@ -97,12 +97,7 @@ def resolve_granularity(value: object) -> Granularity:
 
 
 def keeps(held: Slice, needed: Granularity | None) -> bool:
-    """Whether tensor and expert parallelism have cut a tensor only where ``needed`` permits it.
-
-    Args:
-        held: This rank's part of the tensor.
-        needed: The granularity; ``None``: not known, so the tensor must not be cut.
-    """
+    """Whether tensor and expert parallelism have cut a tensor only where ``needed`` permits it; ``None``: nowhere."""
     cuts = [cut for cut in held.cuts if cut.ranges != ((0, held.shape[cut.dim]),)]
     if not cuts or needed == ELEMENT:
         return True

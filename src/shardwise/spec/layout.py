@@ -313,8 +313,8 @@ class GroupLayout:
 def rank_bytes(layouts: Iterable[GroupLayout]) -> tuple[int, ...]:
     """Bytes of parameters that each rank owns in all of ``layouts``, without padding.
 
-    A layout over fewer ranks than others, as of experts, is repeated: each slice is counted for neighbouring ranks,
-    which own different tensors of equal size.
+    A layout over fewer ranks than others, such as that of experts, is repeated: each slice is counted for neighbouring
+    ranks, which own different tensors of equal size.
     """
     layouts = list(layouts)
     held = [0] * max((layout.size for layout in layouts), default=0)

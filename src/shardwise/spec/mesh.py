@@ -131,7 +131,7 @@ class Mesh:
         """The rank at ``coordinate``; axes that it leaves out are 0.
 
         Raises:
-            MeshError: An axis is unknown or a position lies outside it.
+            MeshError: An axis is unknown, or a position is outside of its axis.
         """
         for axis, position in coordinate.items():
             if not 0 <= position < self.size(axis):

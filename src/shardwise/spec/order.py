@@ -358,8 +358,7 @@ class AgreedOrder:
     def keep(self, marks: Sequence[int]) -> None:
         """Keep the places that any rank has used since the last agreement, or, if too many, in this pass.
 
-        Args:
-            marks: The sum of :meth:`marks` over all ranks.
+        ``marks`` is the sum of :meth:`marks` over all ranks.
         """
         count = len(self._order)
         now, lately = ([place for place in range(count) if chosen[place]] for chosen in (marks[:count], marks[count:]))
@@ -416,11 +415,7 @@ def stage_entry(stage: int) -> Entry:
 
 
 class Orders(dict[Entry, AgreedOrder]):
-    """One order for each entry of a forward, or of the forward to which a backward belongs.
-
-    Args:
-        make: Makes the order of a new entry.
-    """
+    """One order for each entry of a forward, or of the forward to which a backward belongs; ``make`` makes new ones."""
 
     def __init__(self, make: Callable[[Entry], AgreedOrder]) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 #: How the gradients of microbatches are added up; ``auto`` depends on the strategy.
 ACCUMULATIONS = ("auto", "sharded", "unsharded", "defer_replicate")
 
-#: What ``parallelize`` does where ranks have different weights.
+#: Actions of ``parallelize`` if ranks have different weights.
 SYNCS = ("warn", "error", "rank0")
 
 
@@ -436,11 +436,7 @@ class ParallelPlan:
         return 1 if isinstance(forward, str) else forward, 1 if isinstance(backward, str) else backward
 
     def mesh(self, world_size: int, local_size: int | None = None) -> Mesh:
-        """The mesh of this plan.
-
-        Args:
-            world_size: Number of ranks.
-            local_size: Ranks on each machine; ``None``: not known.
+        """The mesh of this plan, with ``local_size`` ranks on each machine (``None``: not known).
 
         Raises:
             MeshError: The degrees do not make the world.

@@ -283,11 +283,9 @@ class PrecisionPolicy:
         return changed(self) | parts
 
     def group_dtypes(self, dtype: str, *, keeps_own: bool) -> tuple[str, str, str]:
-        """Dtypes of a group: master, compute, reduce.
+        """Dtypes (master, compute, reduce) of a group whose parameters have ``dtype`` in the model.
 
-        Args:
-            dtype: Dtype of the parameters in the model.
-            keeps_own: Whether the parameters compute in their own dtype, as batch norm's do.
+        ``keeps_own``: the parameters compute in their own dtype, as batch norm's do.
         """
         if dtype not in FLOATING:
             return dtype, dtype, dtype

@@ -20,9 +20,7 @@ def size(num_bytes: float) -> str:
 def aligned(rows: Iterable[Sequence[str]], *, words: Container[int] = (0,)) -> list[str]:
     """Lines of a table: columns two blanks apart, each as wide as its widest cell, whatever the terminal's width.
 
-    Args:
-        rows: The cells, a header first if there is one.
-        words: Columns to align on the left; the others, numbers, are aligned on the right.
+    Columns in ``words`` are aligned on the left, others, numbers, on the right.
     """
     from rich.console import Console
     from rich.table import Table

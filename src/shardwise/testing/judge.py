@@ -37,12 +37,7 @@ class Difference:
 
 
 class Judge:
-    """Judges the differences of a step.
-
-    Args:
-        mesh: The mesh of the plan.
-        num_microbatches: Microbatches of a step.
-    """
+    """Judges the differences of a step."""
 
     def __init__(self, mesh: Mesh, num_microbatches: int) -> None:
         self.mesh = mesh

@@ -43,13 +43,9 @@ def scaled(factor: float, sizes: Mapping[str, int]) -> tuple[Kind, list[str]]:
 
 
 def of_tensors(got: Tensor, part: Tensor, whole: Tensor, tables: Sequence[tuple[str, Tensor]] = ()) -> Kind:
-    """The kind of the difference between a rank's tensor ``got`` and the right one.
+    """The kind of the difference between a rank's tensor ``got`` and the right one, the ``part`` of ``whole``.
 
-    Args:
-        got: The rank's tensor.
-        part: The right tensor.
-        whole: The full tensor to which ``part`` belongs.
-        tables: Parameters of the module, by name.
+    ``tables`` are parameters of the module, by name.
     """
     got, part, whole = (_real(tensor) for tensor in (got, part, whole))
     if torch.equal(got, part):

@@ -354,9 +354,8 @@ class Probe:
     ) -> list[Collective]:
         """The data-parallel collectives of the next step on this rank, by arithmetic from layouts and agreed orders.
 
-        Args:
-            is_synchronising: The step reduces gradients (``sw.gradient_sync``).
-            is_first_of_window: The step has the first microbatch since the parameters changed.
+        ``is_synchronising``: the step reduces gradients (``sw.gradient_sync``). ``is_first_of_window``: the step has
+        the first microbatch since the parameters changed.
         """
         return predict_trace(self._engine, is_synchronising=is_synchronising, is_first_of_window=is_first_of_window)
 
@@ -367,12 +366,9 @@ class Probe:
         is_first_of_window: bool = True,
         computation: Callable[[int], UnitSeconds] = lambda _unit: UnitSeconds(),
     ) -> Timeline:
-        """The simulated timeline of the same step; every collective takes 1 s.
+        """The simulated timeline of the step of :meth:`predicted_collectives`; every collective takes 1 s.
 
-        Args:
-            is_synchronising: See :meth:`predicted_collectives`.
-            is_first_of_window: See :meth:`predicted_collectives`.
-            computation: Seconds of a unit's computation and the collectives inside it, by the unit's number.
+        ``computation`` returns seconds of a unit's computation and the collectives inside it, by the unit's number.
         """
         engine = self._engine
         return simulate_facts(
@@ -390,8 +386,7 @@ class Probe:
     def predicted_bytes(self, *, num_microbatches: int | None = None) -> dict[str, int]:
         """The prediction of :meth:`held_bytes` after a backward, with two optimizer state tensors for each parameter.
 
-        Args:
-            num_microbatches: Microbatches of a step, of which only the last reduces; ``None``: as in the steps so far.
+        Only the last of ``num_microbatches`` of a step reduces; ``None``: as in the steps so far.
         """
         return predict(self._engine, optimizer_tensors=2, num_microbatches=num_microbatches).as_dict()
 

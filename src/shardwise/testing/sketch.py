@@ -83,15 +83,10 @@ class Part:
 
 
 def parts(whole: Sequence[int], shape: Sequence[int], at: Mapping[str, tuple[int, int]]) -> list[Part]:
-    """The parts of a tensor of shape ``whole`` that have ``shape`` and that a rank may have.
+    """The parts with ``shape`` of a tensor with shape ``whole`` in one process that a rank may have.
 
-    Args:
-        whole: The shape in one process.
-        shape: The shape on this rank.
-        at: Size of each axis, and this rank's position on it.
-
-    Returns:
-        The full tensor if the shapes are equal; nothing if no division of dimensions explains ``shape``.
+    ``at`` has the size of each axis, and the rank's position on it. The result is the full tensor if the shapes are
+    equal, and empty if no division of dimensions explains ``shape``.
     """
     if tuple(whole) == tuple(shape):
         return [Part()]

@@ -114,13 +114,7 @@ def _check_positive(name: str, value: object) -> None:
 
 
 def build(schedule: str, pp: int, num_microbatches: int, num_virtual_stages: int | None = None) -> Schedule:
-    """The actions of every rank in one step.
-
-    Args:
-        schedule: One of ``SCHEDULES``.
-        pp: Ranks of the pipeline.
-        num_microbatches: Microbatches of the step.
-        num_virtual_stages: Stages of each rank; ``None``: the schedule's default.
+    """The actions of every rank in one step of one of ``SCHEDULES``, on ``pp`` ranks.
 
     Raises:
         PlanError: The numbers do not fit the schedule.
@@ -339,12 +333,7 @@ def zb_v(pp: int, num_microbatches: int) -> list[list[Action]]:
 
 @functools.lru_cache(maxsize=32)
 def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Schedule:
-    """Forwards without backwards, for evaluation: microbatch ``j`` reaches stage ``s`` at time ``j + s``.
-
-    Args:
-        ranks: The rank of each stage.
-        num_microbatches: Any number.
-    """
+    """Forwards without backwards, for evaluation: microbatch ``j`` reaches stage ``s`` at time ``j + s``."""
     orders = [
         [
             Action(Kind.FORWARD, stage, j)

@@ -161,7 +161,7 @@ class Measured:
 
     @property
     def durations(self) -> Durations:
-        """Median durations of one stage and microbatch; each part of a whole backward gets half of it."""
+        """Median durations of one stage and microbatch; each part of a full backward gets half of it."""
         kinds = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
         if self.schedule.is_split:
             return Durations(*(self._median(kind) for kind in kinds))

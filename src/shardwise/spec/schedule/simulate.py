@@ -26,7 +26,7 @@ class Durations:
     Attributes:
         forward: A forward.
         backward_input: The gradient of the stage's input.
-        backward_weight: The gradients of the stage's weights. A whole backward takes this and ``backward_input``.
+        backward_weight: The gradients of the stage's weights. A full backward takes this plus ``backward_input``.
         communication: From the end of a computation until its result arrives at the next stage's rank. Messages are
             sent while ranks compute.
 

@@ -113,12 +113,8 @@ def step_trace(
 def window_order(units: Iterable[int], stages: Mapping[int, Collection[int]] = MappingProxyType({})) -> list[int]:
     """The order in which a pipeline's step reduces units: later stages first, in a stage the last unit first.
 
-    In every schedule the last backward of a rank's later stage ends before that of an earlier stage. Units of several
-    stages are reduced at the end of the step.
-
-    Args:
-        units: Numbers of all units.
-        stages: For each stage, the units that belong to no other stage.
+    In every schedule the last backward of a rank's later stage ends before that of an earlier stage. ``stages`` has,
+    for each stage, the units that belong to no other stage. Other units are reduced at the end of the step.
     """
     alone = [unit for stage in sorted(stages, reverse=True) for unit in sorted(stages[stage], reverse=True)]
     return [*alone, *sorted(set(units).difference(alone), reverse=True)]

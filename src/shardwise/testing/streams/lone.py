@@ -29,11 +29,8 @@ from shardwise.testing.streams.detector import active
 def lone_rank(plan: ParallelPlan, mesh: Mesh, rank: int) -> Comms:
     """The Comms of one rank of a mesh whose other ranks do not exist. To be called inside ``pretended_cuda()``.
 
-    Args:
-        plan: The plan.
-        mesh: A mesh of any size, such as ``plan.mesh(world_size)``.
-        rank: From 0 to ``mesh.world_size - 1``. In a pipeline it must be a rank of the first stage, because later
-            stages learn from earlier ranks what they will receive.
+    The mesh may have any size. In a pipeline ``rank`` must be in the first stage, because later stages learn from
+    earlier ranks what they will receive.
     """
     calls, device = Calls(active(), Alone()), torch.device("cuda", torch.cuda.current_device())
     of_communicators: dict[tuple[str, str, tuple[int, ...]], torch.cuda.Stream] = {}

@@ -84,12 +84,7 @@ def world_traces(
     Ranks that differ only on data-parallel axes, ``tp`` and ``ep`` issue the same collectives with different peers, so
     only one of them is run.
 
-    Args:
-        build_model: See ``sw.dry_run``.
-        plan: The plan.
-        world_size: Number of ranks.
-        ranks_per_machine: See ``sw.dry_run``.
-        **options: Other options of ``sw.dry_run``.
+    Arguments are those of ``sw.dry_run``.
 
     Returns:
         The program of each rank, for :func:`refuse_deadlocks`.
