@@ -38,7 +38,7 @@ class StageSeconds:
     Attributes:
         forward_s: A forward.
         backward_input_s: The gradient of the stage's input.
-        backward_weight_s: The gradients of the stage's weights. A full backward takes the sum of both.
+        backward_weight_s: The gradients of the stage's weights. A full backward takes this plus ``backward_input_s``.
         message_s: From the end of a forward until its result arrives at the next stage; the same for the gradient back.
         gather_s: The gathers of the stage's parameters.
         first_wait_s: From the start of these gathers until the first forward can run without waiting for one.

@@ -414,20 +414,10 @@ def simulate_facts(
     computation: Callable[[int], UnitSeconds] = lambda _unit: UnitSeconds(),
     slowdown: Slowdown = NO_SLOWDOWN,
 ) -> Timeline:
-    """Simulate one forward and backward of a built model on ``rank``.
+    """Simulate one forward and backward of a built model on ``rank``; see ``spec.traffic.data.step_trace``.
 
-    Args:
-        units: The engine's units, by number.
-        rank: Coordinate on ``dp_shard``.
-        forward_order: As in ``spec.traffic.data.step_trace``, like the next four.
-        backward_order: Unit numbers in the order in which backward enters them.
-        is_synchronising: Whether gradients are reduced.
-        is_first_of_window: Whether replicated parameters are gathered.
-        replicas: Coordinate on ``dp_replicate``.
-        num_gradient_buffers: As in ``EngineOptions``.
-        seconds: Duration of a collective without other work at the same time.
-        computation: Seconds of a unit's computation.
-        slowdown: The slowdown of work while computation and communication overlap.
+    ``seconds`` is the duration of a collective without other work at the same time, ``computation`` that of a unit's
+    computation. For ``num_gradient_buffers`` see ``EngineOptions``.
     """
     walk = step_walk(
         units,
