@@ -54,8 +54,7 @@ class DataParallel(nn.Module):
         module: The model, with parameters and buffers on the first device.
         devices: By default all GPUs, or the CPU twice. Replicas on the same device run in one thread, in order.
         dim: Dimension along which input tensors are split and outputs concatenated. Tensors without dimensions, and
-            values that are not tensors, go to every replica unchanged; outputs without dimensions are stacked to a
-            vector.
+            other values, go to every replica unchanged; outputs without dimensions are stacked to a vector.
 
     Attributes:
         module: The model as given; names in ``state_dict()`` begin with ``module.``.

@@ -211,9 +211,8 @@ class Checkpoint:
             pairs: Extents, each with the one-dimensional contiguous tensor that receives its elements.
             ignored: Names, or prefixes of names that end in ``/``, of saved tensors that no rank needs to request
                 (``optimizer/``).
-            verify: Check the hash of every file that is read, before anything is copied. A file that this object has
-                verified before, and that has not changed since, is not read twice. Without it only sizes and headers
-                are checked.
+            verify: Check the hash of every file that is read, before anything is copied. An unchanged file that this
+                object has verified before is not read twice. Without it only sizes and headers are checked.
             comm: All ranks that load together. With it every rank raises the same error, and each file is verified by
                 one rank. Without it only ``pairs`` count as requested, and an error is raised on this rank alone.
 

@@ -207,7 +207,7 @@ class Storage:
     def remove(self, directory: Any, *, is_kept: bool = False) -> None:
         """Remove a checkpoint so that no part of it is ever taken for a checkpoint; refuse folders with other files.
 
-        Where it ``is_kept``, its files stay, and it is only taken away from those that are found.
+        With ``is_kept`` its files stay, but it is no longer found as a checkpoint.
         """
         step, name = step_of(directory.name), directory.name
         if is_kept:

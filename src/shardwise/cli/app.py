@@ -62,7 +62,7 @@ def build() -> typer.Typer:
 
 
 def _summary(verb: object) -> str:
-    """The first sentence of a verb's docstring, in full, for lists of verbs."""
+    """Return the first sentence of a command's docstring, uncut, for lists of commands."""
     words = verb.__doc__ or "Python's -OO takes help away"
     return " ".join(words.split()).partition(". ")[0].removesuffix(".") + "."
 

@@ -1,4 +1,4 @@
-"""Verbs about files: ``data tokenize``, ``checkpoint inspect|verify|import|export`` and ``export``."""
+"""Commands for files: ``data tokenize``, ``checkpoint inspect|verify|import|export`` and ``export``."""
 
 from __future__ import annotations
 

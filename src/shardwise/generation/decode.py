@@ -51,8 +51,7 @@ def generate(
     through the stages in as many chunks as the plan has microbatches, so that all stages work concurrently.
 
     Args:
-        model: Our GPT, or a causal language model of transformers; plain or parallelized. Set to eval mode during the
-            call.
+        model: Our GPT, or a causal language model of transformers; plain or parallelized. In eval mode during the call.
         prompts: Token ids, a tensor (B, T) or a list for each row. Lengths may differ; no row may be empty.
         max_new_tokens: Maximum number of new tokens per row. With the prompt they must fit the model's positions.
         temperature: 0 takes the most likely token; a larger value divides the logits, and tokens are sampled.

@@ -76,8 +76,7 @@ def score(
     and all get all scores; or different rows. Ranks of ``cp`` compute different rows, like data-parallel ranks.
 
     Args:
-        model: Our GPT, or a causal language model of transformers; plain or parallelized. Set to eval mode during the
-            call.
+        model: Our GPT, or a causal language model of transformers; plain or parallelized. In eval mode during the call.
         prompts: Token ids, a tensor (B, T) or a list for each row. Lengths may differ; no row may be empty.
         continuations: Token ids that follow each prompt, in the same form.
         batch_tokens: Maximum number of tokens of one forward, including padding; a longer row gets a separate forward.

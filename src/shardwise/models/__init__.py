@@ -27,8 +27,7 @@ def gpt(
 ) -> GPT:
     """Build our GPT.
 
-    ``model(tokens)`` returns logits ``(batch, seq, vocab)``; ``model(tokens, targets)`` the mean cross-entropy, a
-    scalar.
+    ``model(tokens)`` returns logits ``(batch, seq, vocab)``; ``model(tokens, targets)`` the mean cross-entropy.
 
     Args:
         preset: A name in ``PRESETS``, or a configuration to start from.

@@ -38,7 +38,7 @@ class Curve(NamedTuple):
     may_be_log: bool = False
 
     def line(self, run: Run, name: str = "") -> Line:
-        """Return its values; of the held-out loss only existing ones, including the first one from summary.json."""
+        """Return a run's line. The held-out loss skips steps without a value, and begins with that of summary.json."""
         steps, values = (run.steps, run.values(self.key)) if run.has(self.key) else ([], [])
         if self is HELD_OUT:
             before = (0, finite(run.summary.get("eval_loss_first")))

@@ -126,8 +126,7 @@ class Queue:
     def take(self, most: int, max_tokens: float) -> list[Completion]:
         """Remove and return the next completions, in the order of their arrival.
 
-        Their prompts, padded to the longest, have at most ``max_tokens`` in total. The first completion is always
-        taken.
+        Their prompts, padded to the longest, have at most ``max_tokens`` in total. The first one is always taken.
         """
         with self._changed:
             self._drop_cancelled()

@@ -67,8 +67,7 @@ class RunView(Protocol):
         directory: The run's folder.
         control: ``control.rank``, ``control.size`` and ``control.is_first`` of this rank.
         progress: ``progress.say(text)`` prints on rank 0.
-        must_end: If set to a reason on any rank, the run ends with a final checkpoint when values of steps are next
-            read.
+        must_end: If set to a reason on any rank, the run saves and ends when values of steps are next read.
     """
 
     step: int

@@ -406,7 +406,7 @@ class Loop:
         beside = [comm for comm in (comms.control, comms.world) if comm not in of_model]
         return sum(comm.waited_s for comm in comms if comm not in beside)
 
-    # --- what the steps have found -----------------------------------------------------------------------------------
+    # --- results of the steps ----------------------------------------------------------------------------------------
 
     def _read(self, *, evaluates: bool) -> None:
         """Read the results of the steps since the last reading, record them, and evaluate if requested.

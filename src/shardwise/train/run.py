@@ -335,7 +335,7 @@ class Run:
         """The current content of ``summary.json``: steps, losses, predicted and measured memory and time."""
         return self._running.summary
 
-    # --- what the loop asks its owner --------------------------------------------------------------------------------
+    # --- methods that the loop calls on its owner --------------------------------------------------------------------
 
     def _shared(self) -> dict[str, Any]:
         """Return the state that must be the same on every rank; a loader's state may differ."""

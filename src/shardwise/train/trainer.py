@@ -336,8 +336,7 @@ class Trainer:
     def _forward_backward(self, samples: Sequence[Sequence[int]], everyones: Iterable[int]) -> Tensor | None:
         """Run forward and backward; return the sum of this rank's losses, on the device, or ``None`` if there is none.
 
-        Gradients are ready then, or where backward updates, parameters are new. ``everyones`` are the samples of all
-        ranks.
+        Afterwards the gradients are ready, or the parameters updated (in backward). ``everyones``: all ranks' samples.
         """
         losses: list[Tensor] = []
         counts: list[Tensor | float] = []
@@ -381,8 +380,8 @@ class Trainer:
         Copies of a loss, on ranks of ``tp`` and ``cp``, multiply both sums.
 
         Collective:
-            One all-reduce of 16 bytes over all ranks, which the host waits for in the first step only; none later where
-            the loss is no ``sw.Mean``.
+            One all-reduce of 16 bytes over all ranks, for which the host waits in the first step only. If the loss is
+            no ``sw.Mean``, later steps have none.
         """
         told = torch.zeros(2, dtype=torch.float64, device=self.device)
         told[1] = float(has_loss)

@@ -1,7 +1,6 @@
 """An engine for verl's training workers.
 
-Tested alone on two CPU ranks: steps, checkpoints, weights. It has never run on a GPU, in verl's trainers under Ray, or
-with rollouts.
+Tested alone on two CPU ranks: steps, checkpoints, weights. Never run on a GPU, in verl's trainers, or with rollouts.
 
 ::
 

@@ -1,9 +1,9 @@
 """Places examples into rows of one length.
 
 With packing, an example goes into the fullest row with enough room, longest examples first (best fit decreasing: at
-most 11/9 of the minimum number of rows, plus 4; Johnson, "Near-optimal bin packing algorithms", 1973). Positions start
-anew with every example, and attention does not cross examples. Examples longer than a row are cut. Examples without
-learned tokens are left out.
+most 11/9 of the minimum number of rows, plus 4; Johnson, "Near-optimal bin packing algorithms", 1973). Positions
+restart at 0 with every example, and attention does not cross examples. Examples longer than a row are cut. Examples
+without learned tokens are left out.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def joined(found: Sequence[Rows], *, has_positions: bool) -> Rows:
 
 
 def shifted(tokens: np.ndarray, end: int | None) -> Rows:
-    """Split (B, T + 1) tokens into inputs and targets; positions start anew after every ``end`` token."""
+    """Split (B, T + 1) tokens into inputs and targets; positions restart at 0 after every ``end`` token."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if end is None:
         return Rows(inputs, targets, None)

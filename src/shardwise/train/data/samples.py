@@ -68,7 +68,7 @@ class Part:
         return self._read(self.start + index * self.seq_len, self.seq_len + 1)
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """Return these samples; positions start anew after every end of a document."""
+        """Return these samples; positions restart at 0 after every end of a document."""
         return shifted(np.stack([self.sample(index) for index in indices]), self.end)
 
     def num_targets(self, indices: Iterable[int]) -> None:

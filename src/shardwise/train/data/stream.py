@@ -35,8 +35,8 @@ ENDLESS = 1 << 40
 class IterableSampler(Sampler):
     """Items of an iterable, in its order. A step takes the next ones. At its end the iterable restarts (``set_epoch``).
 
-    Where an item costs much, a data set with ``len`` and items is better, or an iterable with ``state_dict``: others
-    are read up to their place at a resume.
+    A resume reads all earlier items again, unless the iterable has a ``state_dict``. If items are expensive, that is
+    better, or a data set with ``len`` and items.
     """
 
     num_samples: int = ENDLESS

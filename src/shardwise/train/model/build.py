@@ -176,10 +176,9 @@ def _call_for_loss(model: nn.Module, batch: TokenBatch) -> Any:
 
 
 def _call_hf(model: nn.Module, batch: TokenBatch) -> Any:
-    """Call a Hugging Face model. Without a mask, positions that start anew separate the documents of a row.
+    """Call a Hugging Face model. Without a mask, positions that restart at 0 separate the documents of a row.
 
-    A mixture of experts that balances its load (``output_router_logits``) computes its loss itself, with the routers'
-    loss.
+    A mixture of experts that balances its load (``output_router_logits``) computes its loss with the routers' loss.
     """
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         return _call_for_loss(model, batch)

@@ -362,8 +362,7 @@ class Checkpoints:
     def set_aside_later(self, path: Path, step: int) -> list[str]:
         """Rename later checkpoints of this run, here and on the store, because their steps are made again.
 
-        Called only on rank 0. Nothing is deleted. If ``path`` is in the run's folder, ``LATEST`` points to it
-        afterwards.
+        Called only on rank 0. Nothing is deleted. If ``path`` is in the run's folder, ``LATEST`` then points to it.
         """
         folder = (self._run_dir / CHECKPOINTS).absolute()
         later = [held for held in folder.glob("step-*") if held.name[5:].isdecimal() and int(held.name[5:]) >= step]
