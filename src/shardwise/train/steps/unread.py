@@ -136,7 +136,6 @@ class UnreadSteps:
         Collective:
             One all-gather of 24 bytes per step and rank, plus 40 bytes. If there are other values, one of small JSON
             before it, and 16 bytes per value. All ranks must call after the same step. The host waits for the device.
-            before it, and 16 bytes per value. All ranks must call after the same step. The host waits for the device.
         """
         now = time.perf_counter()
         elapsed_s, self._read_at = now - self._read_at, now
