@@ -282,6 +282,19 @@ def test_weights_of_other_stages_are_refused_by_name(kind, weight, owner):
             stages.flow((torch.arange(12).view(2, 6) % 11,), call)
 
 
+class Rescales(Net):
+    def forward(self, ids):
+        with torch.no_grad():
+            self.blocks[2][0].weight.div_(2)
+        return super().forward(ids)
+
+
+def test_a_forward_that_writes_to_weights_of_other_stages_is_refused():
+    _, stages = split(Rescales(), 3)[0]
+    with pytest.raises(PlanError, match=r"own forward writes to a weight \(aten\.div_"):
+        stages.flow((torch.arange(12).view(2, 6) % 11,), call)
+
+
 def test_marks_go_with_memory():
     marks, other = FlowMarks(lambda read: ValueError(f"reads {read}")), torch.ones(3)
     marks.add(tensor := torch.ones(2, 3, requires_grad=True), {"a"})

@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwise.spec.errors import PlanError
+
 #: Operations whose results depend on the shapes of their arguments, not on their values.
 _SHAPES_ALONE = frozenset(
     f"aten::{name}"
@@ -105,7 +107,15 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if "single memory location" not in str(error):
+                raise
+            raise PlanError(
+                f"the model's own forward writes to a weight ({func}), but a pipeline stage has only the weights of its"
+                " own modules.\n  Switch this off (of RWKV: model.config.rescale_every = 0), or set pp=1."
+            ) from None
         schema = getattr(func, "_schema", None)
         if self._marks.is_aside or (schema is not None and schema.name in _SHAPES_ALONE):
             return result
