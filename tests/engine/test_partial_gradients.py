@@ -35,25 +35,24 @@ def model_with_gradients(strategy: str = "zero3", **fields: object) -> nn.Module
 
 def clip_by_torch(strategy):
     model = model_with_gradients(strategy)
-    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    before = [p.grad.clone() for p in model.parameters()]
     for clip in (
         lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False),
         lambda: [torch.nn.utils.clip_grad_norm_(p, 1.0) for p in list(model.parameters())[:0:-1]],
         lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=math.inf),
-        lambda: torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]),
-        lambda: [p.grad.norm() for p in model.parameters() if p.grad is not None],
+        lambda: torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]),
+        lambda: [p.grad.norm() for p in model.parameters()],
     ):
         with pytest.raises(StateError, match=r"sw\.clip_grad_norm\(model, max_norm\)"):
             clip()
-    after = [p.grad for p in model.parameters() if p.grad is not None]
+    after = [p.grad for p in model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     norm = sw.clip_grad_norm(model, 1.0)
     torch.optim.AdamW(model.parameters()).step()
     for p in model.parameters():  # also after a step, which sees plain tensors
-        if p.grad is not None:
-            with pytest.raises(StateError, match=r"sw\.clip_grad_norm\(model, max_norm\)"):
-                torch.nn.utils.clip_grad_norm_(p, 1.0)
+        with pytest.raises(StateError, match=r"sw\.clip_grad_norm\(model, max_norm\)"):
+            torch.nn.utils.clip_grad_norm_(p, 1.0)
     return float(norm)
 
 
@@ -212,7 +211,7 @@ class Raises(torch.optim.SGD):
 def test_nothing_of_parts_keeps_a_deleted_model_alive():
     sw.declare_elementwise(Raises)
     model = model_with_gradients()
-    held = [p for p in model.parameters() if p.grad is not None]
+    held = list(model.parameters())
     engine, alive = weakref.ref(attachment_of(model).engine), weakref.ref(model)
     parts, average = [p.grad * 2 for p in held], torch.zeros(64)
     average[: parts[0].shape.numel()] = parts[0].view(-1)
@@ -245,17 +244,14 @@ def test_parameters_are_parts_again_in_the_forward_after_a_step_that_raised():
         model(sample(torch.distributed.get_rank(), 0))
     for p in model.parameters():
         for made in (p, p.grad):
-            if made is not None:
-                with pytest.raises(StateError, match=r"sw\.(clip_grad_norm|full_parameters)"):
-                    made.norm()
+            with pytest.raises(StateError, match=r"sw\.(clip_grad_norm|full_parameters)"):
+                made.norm()
 
 
 @on_ranks(2)
 def test_what_works_element_by_element_passes_and_parts_stay_parts_until_a_file():
     model = model_with_gradients()
     for p in model.parameters():
-        if p.grad is None:
-            continue
         for made in (p.grad.clone(), p.grad * 2, p.grad.detach(), p.grad.data, copy.deepcopy(p.grad), p.data, p * 2):
             with pytest.raises(StateError, match=r"of .*'.*' \(logical shape \["):
                 made.norm()
@@ -274,7 +270,7 @@ def test_what_works_element_by_element_passes_and_parts_stay_parts_until_a_file(
 
 def logged_by_others(model: nn.Module) -> dict[str, object]:
     """What trainers and scripts compute of gradients and parameters, as in reports of their users."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    grads = [p.grad for p in model.parameters()]
     return {
         "Lightning's grad_norm": lambda: torch.stack([g.data.norm(2) for g in grads]).norm(2),
         "joined": lambda: torch.cat([g.detach().flatten() for g in grads]).norm(),
@@ -283,7 +279,7 @@ def logged_by_others(model: nn.Module) -> dict[str, object]:
         "finite": lambda: all(torch.isfinite(g).all() for g in grads),
         "centralized": lambda: [g.add_(-g.mean(dim=tuple(range(1, g.dim())), keepdim=True)) for g in grads],
         "weights": lambda: [p.norm() for p in model.parameters()],
-        "adaptive": lambda: [p.detach().norm() / p.grad.norm() for p in model.parameters() if p.grad is not None],
+        "adaptive": lambda: [p.detach().norm() / p.grad.norm() for p in model.parameters()],
         "initialised": lambda: [nn.init.xavier_uniform_(p) for p in model.parameters() if p.dim() > 1],
     }
 

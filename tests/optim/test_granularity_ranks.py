@@ -123,11 +123,11 @@ def test_the_comparison_sees_a_matrix_optimizer_that_works_on_slices():
 
 
 def seen_shapes(granularity: object) -> dict[str, tuple]:
-    """By name, on this rank: the shard's shape, whether it has a gradient after a backward, the shape it stands for."""
+    """By name, on this rank: the shapes of the shard, of its gradient after a backward, and of the whole parameter."""
     model = sw.parallelize(Shapes(), sw.ParallelPlan(granularity=granularity, auto_wrap_policy="none"))
     model(sample(0, 0)).sum().backward()
     named = model.named_parameters()
-    return {name: (tuple(p.shape), p.grad is not None, tuple(sw.logical_shape(p))) for name, p in named}
+    return {name: (tuple(p.shape), tuple(p.grad.shape), tuple(sw.logical_shape(p))) for name, p in named}
 
 
 class Shapes(nn.Module):
@@ -151,12 +151,11 @@ class Shapes(nn.Module):
 def test_with_tensor_the_owner_sees_the_parameter_and_the_others_none_of_it():
     found = run_on_ranks(seen_shapes, 3, "tensor")
     for name, (_, _, logical) in found[0].items():
-        owners = [rank for rank, seen in enumerate(found) if seen[name][1]]
+        owners = [rank for rank, seen in enumerate(found) if 0 not in seen[name][0]]
         assert len(owners) == 1
         for rank, seen in enumerate(found):
-            shape, has_gradient, _ = seen[name]
-            assert shape == (logical if rank in owners else (0, *logical[1:]))
-            assert has_gradient == (rank in owners)
+            shape, of_gradient, _ = seen[name]
+            assert shape == of_gradient == (logical if rank in owners else (0, *logical[1:]))
 
 
 def test_with_row_every_rank_sees_whole_rows():

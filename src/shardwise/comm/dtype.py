@@ -39,7 +39,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def memory_order(tensor: Tensor) -> Tensor:
     """Return a flat view of a dense tensor, in the order of its memory."""
-    tensor = tensor.detach()
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,))

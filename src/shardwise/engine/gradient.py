@@ -237,7 +237,8 @@ class Gradient:
         self._num_bytes = self.layout.numel * group.reduce_dtype.itemsize
         self.is_pooled = facts.pools_gradients
         self.divide_by(facts.num_ranks)
-        # This rank owns no element of these parameters: .grad stays None, and optimizers skip them.
+        # This rank owns no element of these parameters. Their .grad is empty; where flat parameters take the place of
+        # all others it stays None, because nobody would set it to None again.
         self._is_elsewhere = [
             held.numel == 0 < spec.numel for held, spec in zip(group.held, group.layout.params, strict=True)
         ]
@@ -548,8 +549,9 @@ class Gradient:
         flags = self._flags_in(result)
         # A single rank needs no flags. A dry run (meta tensors) has no other ranks.
         has_doubts = not all(used) and group.facts.num_ranks > 1 and flags.numel() > 0 and not result.is_meta
+        is_flat = group.facts.flat_kinds is not None
         for index, shard in enumerate(group.shards):
-            if self._is_elsewhere[index] or not (used[index] or has_doubts):
+            if (is_flat and self._is_elsewhere[index]) or not (used[index] or has_doubts):
                 continue
             grad = shard.grad
             if grad is not None:

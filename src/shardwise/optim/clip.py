@@ -80,7 +80,8 @@ def clip_grad_norm(
         shards = (shard for group in engine.groups for shard in group.shards)
         spread = ignored_of(engine).spread_parameters.values()
         found = ((p, p.grad) for p in (*shards, *spread))
-        grads += [part.plain_of(grad) for p, grad in found if grad is not None and _is_in(below, p)]
+        plain = (part.plain_of(grad) for p, grad in found if grad is not None and _is_in(below, p))
+        grads += [grad for grad in plain if grad.numel()]
     norm = _norm(chosen, norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise StateError(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.engine.attach import Observer
 from shardwise.engine.group import Group
-from shardwise.engine.storage.attachment import Mark, mark_of
+from shardwise.engine.storage.attachment import Mark, mark_of, place_of
 from shardwise.engine.storage.flat_parameters import FlatParameter
 from shardwise.nested import tensors_in
 from shardwise.spec.errors import StateError
@@ -195,7 +195,10 @@ _covered: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, Tenso
 
 
 def uncover(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's parameters and gradients plain tensors; until :func:`cover` other parts compute as such."""
+    """Make the optimizer's parameters and gradients plain tensors; until :func:`cover` other parts compute as such.
+
+    A parameter of which this rank owns no element has no gradient meanwhile, so that the optimizer skips it.
+    """
     cover(optimizer)  # if its last step raised
     found = _covered[optimizer] = []
     for settings in optimizer.param_groups:
@@ -206,9 +209,16 @@ def uncover(optimizer: torch.optim.Optimizer) -> None:
                 _become(parameter, nn.Parameter)
             grad = parameter.grad
             if isinstance(grad, Part):
-                parameter.grad = plain_of(grad)
+                plain = plain_of(grad)
+                parameter.grad = None if plain.numel() == 0 and _is_elsewhere(parameter) else plain
             if is_part or isinstance(grad, Part):
                 found.append((parameter, grad, parameter.grad, is_part))
+
+
+def _is_elsewhere(parameter: Tensor) -> bool:
+    """Whether other ranks own all elements of a parameter."""
+    place = place_of(parameter)
+    return place is not None and place[0].layout.params[place[1]].numel > 0
 
 
 def cover(optimizer: torch.optim.Optimizer) -> None:
@@ -397,7 +407,8 @@ def _where_it_is_whole(part: Part) -> str:
         " Reformer's are), or have sw.register_fsdp_forward_method(module, name) gather a method of it. For a loss"
         " that is fused with the head call sw.chunk_cross_entropy(model) before sw.parallelize(). A teacher or target"
         " network follows by sw.lerp_parameters(target, source, weight). Numbers that need no gradient compute inside"
-        " `with sw.full_parameters(model):`, where parameters are whole."
+        " `with sw.full_parameters(model):`, where parameters are whole. A penalty on weights is the optimizer's"
+        " weight_decay, or p.grad.add_(p.detach(), alpha=factor) before its step."
     )
 
 
@@ -430,8 +441,9 @@ def _refusal(name: str, part: Part) -> StateError:
         )
     elif is_gradient:
         advice = (
-            "sw.clip_grad_norm(model, float('inf')) is inf or nan on every rank if a gradient of any rank is. What"
-            " needs rows or whole tensors belongs into an optimizer's step (sw.declare_granularity)."
+            "sw.clip_grad_norm(model, float('inf')) is inf or nan on every rank if a gradient of any rank is."
+            " With a strategy alone, sum to_local() and add that up over the ranks by torch.distributed.all_reduce."
+            " What needs rows or whole tensors belongs into an optimizer's step (sw.declare_granularity)."
         )
     else:
         advice = _where_it_is_whole(part)
