@@ -165,11 +165,13 @@ class HeadSaved:
 
     Attributes:
         kept: Tensors that the last norm saves, and the head's input.
+        waits: Tensors that the loss saves.
         forward: Logits while the loss is computed.
         backward: Logits and their gradients while the loss's backward runs.
     """
 
     kept: float
+    waits: float
     forward: float
     backward: float
 
@@ -189,8 +191,8 @@ def head_saved(unit: UnitWork, around: Around) -> HeadSaved:
         # are computed in forward and stored until backward.
         hidden = around.tokens * around.hidden
         held = item * (hidden + logits / around.tokens * around.hidden)
-        return HeadSaved(kept, (item + 8) * hidden + held, held)
+        return HeadSaved(kept, held, (item + 8) * hidden + held, held)
     if around.tp > 1:
-        return HeadSaved(kept, (item + 4) * logits, (8 + (item if item == 2 else 0)) * logits)
+        return HeadSaved(kept, 4 * logits, (item + 4) * logits, (8 + (item if item == 2 else 0)) * logits)
     wide = 0 if item == 4 else 4
-    return HeadSaved(kept, (item + wide + 4) * logits, 12 * logits)
+    return HeadSaved(kept, 4 * logits, (item + wide + 4) * logits, 12 * logits)

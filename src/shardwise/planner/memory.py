@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.work import UnitWork, hidden_matrices, item_bytes, model_work
 from shardwise.cost.workload import Workload
-from shardwise.planner.activations import Around, HeadSaved, Saved, block_saved, head_saved, weight_terms
+from shardwise.planner.activations import Around, Saved, block_saved, head_saved, weight_terms
 from shardwise.planner.moments import CATEGORIES, Bytes, Part, Rank
 from shardwise.planner.stage import Chain, Divide, Stage, stages
 from shardwise.planner.states import Parameters, Rules, Runs, States, Unit, held_matrices, states
@@ -125,7 +126,7 @@ def memory_on(
     ranks = [_on_rank(stage, units, inputs) for stage in _stages(inputs, units)]
     found = [(rank, list(rank.moments())) for rank in ranks]
     rank, moments = max(found, key=lambda item: max(sum(held.values()) for _, held in item[1]))
-    num_logits = units[-1].inner_bytes / item_bytes(workload) if rank.head is not None else 0.0
+    num_logits = units[-1].inner_bytes / item_bytes(workload) if rank.stage.has_head else 0.0
     return _estimate(rank, moments, inputs, num_logits)
 
 
@@ -181,7 +182,7 @@ def _accumulation(plan: ParallelPlan, workload: Workload) -> str | None:
 
 
 def _stages(inputs: _Inputs, units: tuple[UnitWork, ...]) -> tuple[Stage, ...]:
-    """The pipeline ranks that may be the fullest: the first, the second, and the last."""
+    """The pipeline ranks that may be the fullest."""
     shape, plan, workload, accounting, _ = inputs
     blocks = units[1:-1]
     costs = tuple(unit.num_parameters for unit in blocks)
@@ -190,8 +191,7 @@ def _stages(inputs: _Inputs, units: tuple[UnitWork, ...]) -> tuple[Stage, ...]:
     if accounting.embedding_blocks is not None:
         head_cost = embedding_cost = accounting.embedding_blocks * max(costs)
     chain = Chain(tuple(unit.count for unit in blocks), costs, head_cost, embedding_cost)
-    every = stages(chain, plan.pp, plan.pipeline_policy, num_microbatches(plan, workload), accounting.divide)
-    return every if len(every) < 4 else (every[0], every[1], every[-1])
+    return stages(chain, plan.pp, plan.pipeline_policy, num_microbatches(plan, workload), accounting.divide)
 
 
 def _parameters(unit: UnitWork, workload: Workload, *, block_of: ModelShape | None = None) -> Parameters:
@@ -231,15 +231,14 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], inputs: _Inputs) -> Rank
     ending = head_saved(head, around) if stage.has_head else None
     if ending is not None and accounting.logit_bytes is not None:
         most = accounting.logit_bytes * head.inner_bytes / around.item
-        ending = HeadSaved(ending.kept, most, most)
+        ending = replace(ending, forward=most, backward=most)
     return Rank(
         stage=stage,
         states=found,
         parts=tuple(_parts(stage, found, blocks, inputs, around)),
-        head=ending,
+        heads=(*(None for _ in stage.shares[1:]), ending),
         rules=rules,
         is_constant=accounting.states is not None,
-        num_microbatches=num_microbatches(plan, workload),
         update_bytes=update,
         **_before(embedding, shape),
     )
@@ -283,34 +282,43 @@ def _by_layer(unit: Unit, work: UnitWork, inputs: _Inputs) -> Unit:
     return replace(unit, gathered=int(share * unit.gathered), gradients=int(share * unit.gradients), buffer=pooled)
 
 
-def _parts(stage: Stage, found: States, works: Sequence[UnitWork], inputs: _Inputs, around: Around) -> Iterator[Part]:
-    """The rank's units; recomputed or offloaded units are in different parts than others."""
-    recompute = inputs.workload.recompute
+def _parts(
+    stage: Stage, found: States, works: Sequence[UnitWork], inputs: _Inputs, around: Around
+) -> Iterator[tuple[Part, ...]]:
+    """The units of each stage of the rank; recomputed or offloaded units are in different parts than others."""
+    recompute, offload = inputs.workload.recompute, inputs.plan.activation_offload
     left = -(-recompute // inputs.plan.pp) if isinstance(recompute, int) else 0
-    units = iter(found.units)
+    pending = deque(found.units)
     blocks = [block for _, block in inputs.shape.stacks] or [None] * len(works)  # a traced model has no blocks
-    for block, work, count in zip(blocks, works, stage.blocks, strict=True):
-        done = 0
-        while done < count:
-            unit = next(units) if block is None else _by_layer(next(units), work, inputs)
-            done += unit.count * unit.blocks
-            if isinstance(recompute, str):
-                saved = _merged(_saved(work, block, around, recompute, inputs), unit.blocks)
-                away = (
-                    0
-                    if inputs.plan.activation_offload is None
-                    else -(-unit.count // inputs.plan.activation_offload.every)
-                )
-                for number, is_away in ((away, True), (unit.count - away, False)):
-                    if number:
-                        yield Part(unit, number, saved, is_away)
-                continue
-            full = min(left // unit.blocks, unit.count)
-            left -= full * unit.blocks
-            for number, how in ((full, "full"), (unit.count - full, "none")):
-                if number:
+    for share in stage.shares:
+        parts = []
+        for block, work, count in zip(blocks, works, share, strict=True):
+            for each in _taken(pending, count):
+                unit = each if block is None else _by_layer(each, work, inputs)
+                if isinstance(recompute, str):
+                    ways = [(unit.count, recompute)]
+                else:
+                    full = min(left // unit.blocks, unit.count)
+                    left -= full * unit.blocks
+                    ways = [(full, "full"), (unit.count - full, "none")]
+                for number, how in ways:
+                    away = 0 if offload is None else -(-number // offload.every)
                     saved = _merged(_saved(work, block, around, how, inputs), unit.blocks)
-                    yield Part(unit, number, saved, inputs.plan.activation_offload is not None)
+                    parts += [
+                        Part(unit, n, saved, is_away) for n, is_away in ((away, True), (number - away, False)) if n
+                    ]
+        yield tuple(parts)
+
+
+def _taken(pending: deque[Unit], num_blocks: int) -> Iterator[Unit]:
+    """Take units with that number of blocks. A merged unit of two stages goes to the first."""
+    while num_blocks > 0 and pending:
+        unit = pending.popleft()
+        count = min(unit.count, -(-num_blocks // unit.blocks))
+        if count < unit.count:
+            pending.appendleft(replace(unit, count=unit.count - count))
+        num_blocks -= count * unit.blocks
+        yield replace(unit, count=count)
 
 
 def _saved(unit: UnitWork, block: Block | None, around: Around, recompute: str, inputs: _Inputs) -> Saved:

@@ -6,12 +6,14 @@ two units of a run, or at the first unit at which the largest number of earlier 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.planner.activations import HeadSaved, Saved
-from shardwise.planner.stage import Stage
+from shardwise.planner.stage import Pass, Stage
 from shardwise.planner.states import Rules, States, Unit
+from shardwise.spec.schedule.actions import Kind
 
 #: Categories of memory, in the order in which they are shown.
 CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "reduce", "activations", "logits")
@@ -46,6 +48,14 @@ class Part:
         return self.saved.kept if self.is_away else 0.0
 
 
+def _output(parts: Sequence[Part]) -> float:
+    return parts[-1].saved.output if parts else 0.0
+
+
+def _terms(parts: Sequence[Part]) -> float:
+    return sum(part.count * part.saved.terms for part in parts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
     """The memory and work of one rank.
@@ -53,11 +63,10 @@ class Rank:
     Attributes:
         stage: The rank's units.
         states: Memory of the units between and during steps.
-        parts: The units in the order of forward.
-        head: The head and the loss; ``None``: another rank has them.
+        parts: For each of the rank's stages the units in the order of forward.
+        heads: For each of these stages the head and the loss; ``None``: another stage has them.
         rules: The engine's settings.
         is_constant: Gathered parameters, gradient buffers and gradients stay allocated, as in some other frameworks.
-        num_microbatches: Microbatches of a step.
         update_bytes: Additional bytes during the optimizer's step.
         before_bytes: Activations of one microbatch in modules before the first unit.
         passing_bytes: Temporary bytes at the peak of these modules' backward.
@@ -65,29 +74,18 @@ class Rank:
 
     stage: Stage
     states: States
-    parts: tuple[Part, ...]
-    head: HeadSaved | None
+    parts: tuple[tuple[Part, ...], ...]
+    heads: tuple[HeadSaved | None, ...]
     rules: Rules
     is_constant: bool
-    num_microbatches: int = 1
     update_bytes: float = 0.0
     before_bytes: float = 0.0
     passing_bytes: float = 0.0
 
     def moments(self) -> Iterator[tuple[str, Bytes]]:
-        """The moments in order, each with its bytes by category."""
-        if self.rules.accumulation is None:
-            yield from self.backward(held=1, has_sums=False)
-        elif self.stage.passes:
-            yield from self._split()
-        elif self.stage.held < self.num_microbatches:
-            yield from self.backward(held=self.stage.held, has_sums=True, is_middle=self.num_microbatches > 2)
-        else:  # all forwards come first: at the peak of activations there are no sums yet
-            yield from self.backward(held=self.stage.held, has_sums=False)
-            if self.num_microbatches > 2:
-                second = self.backward(held=self.stage.held - 1, has_sums=True, is_middle=True)
-                yield from ((f"second microbatch, {name}", held) for name, held in second)
-            yield from ((f"last microbatch, {name}", held) for name, held in self.backward(held=1, has_sums=True))
+        """The moments of the passes that may have the peak, each with its bytes by category."""
+        for each in self.stage.passes:
+            yield from self.backward(each)
         sums = self._over_units("sums") + self._over_units("shard") + self._over_units("waits")
         update = self._moment(0.0, sums, 0.0, 0.0)
         update["optimizer"] += self.update_bytes
@@ -96,61 +94,64 @@ class Rank:
     @property
     def away_bytes(self) -> float:
         """Bytes of activations on the host, of all microbatches that the rank stores at the same time."""
-        held = 1 if self.rules.accumulation is None else self.stage.held
-        return held * sum(part.count * part.beside for part in self.parts)
-
-    def _split(self) -> Iterator[tuple[str, Bytes]]:
-        """Moments of a split backward: the input pass stores terms, from which the weight pass computes gradients."""
-        terms = sum(part.count * part.saved.terms for part in self.parts)
-        output = self.parts[-1].saved.output if self.parts else 0.0
-        saved = self.before_bytes + sum(part.count * part.kept for part in self.parts)
-        saved += (self.head.kept if self.head else 0.0) + self.stage.num_stages * output
-        for is_weight, held, waiting, has_sums in self.stage.passes:
-            if is_weight:
-                left = [Saved(part.saved.terms, part.saved.terms, 0.0, 0.0) for part in self.parts]
-                parts = tuple(Part(part.unit, part.count, each) for part, each in zip(self.parts, left, strict=True))
-                rank = replace(self, parts=parts, head=None, before_bytes=0.0, passing_bytes=0.0)
-                name, most, others = "weight pass, ", waiting, held * saved + 2 * output
-            else:
-                units = [replace(part.unit, gradients=0) for part in self.parts]
-                if not has_sums:
-                    units = [replace(unit, sums=unit.stays, shard=0, buffer=0) for unit in units]
-                parts = tuple(replace(part, unit=unit) for part, unit in zip(self.parts, units, strict=True))
-                rank, name, most, others = replace(self, parts=parts), "", held, waiting * terms
-            found = rank.backward(held=most, has_sums=has_sums, is_middle=is_weight, others=others)
-            yield from ((name + moment, bytes_) for moment, bytes_ in found)
+        away = [sum(part.count * part.beside for part in parts) for parts in self.parts]
+        return max(sum(map(operator.mul, each.held, away)) for each in self.stage.passes)
 
     def _over_units(self, field: str) -> float:
-        own = sum(part.count * getattr(part.unit, field) for part in self.parts)
-        return own + getattr(self.states.root, field)
+        return self._over_blocks(field) + getattr(self.states.root, field)
 
-    def backward(  # noqa: PLR0915 - a step from its beginning to its end
-        self, *, held: float, has_sums: bool, is_middle: bool = False, others: float = 0.0
-    ) -> Iterator[tuple[str, Bytes]]:
-        """Moments of a forward and its backward.
+    def _over_blocks(self, field: str) -> float:
+        return sum(part.count * getattr(part.unit, field) for parts in self.parts for part in parts)
 
-        Args:
-            held: Microbatches with stored activations when the backward begins, this one included.
-            has_sums: Gradients of earlier microbatches exist.
-            is_middle: The microbatch is neither the first nor the last. A pipeline that keeps its units gathered then
-                adds up the gradients of a stage after the stage's backward.
-            others: Bytes of other activations, which exist at all of these moments.
+    def _kept(self, number: int) -> float:
+        """Bytes that a stage stores of a microbatch until its backward, without its output or loss."""
+        head = self.heads[number]
+        kept = sum(part.count * part.kept for part in self.parts[number]) + self.before_bytes * (number == 0)
+        return kept + (head.kept if head else 0.0)
+
+    def _others(self, at: Pass) -> float:
+        """Bytes of activations of all other microbatches and stages during a pass, and of messages."""
+        is_weight, found = at.kind is Kind.BACKWARD_WEIGHT, 0.0
+        for number, (parts, head) in enumerate(zip(self.parts, self.heads, strict=True)):
+            is_own = number == at.stage
+            output = head.waits if head else _output(parts)
+            found += (at.held[number] - (is_own and not is_weight)) * (self._kept(number) + output)
+            found += (at.waiting[number] - (is_own and is_weight)) * _terms(parts)
+        own = self.parts[at.stage]
+        if self.rules.is_pipeline and own:
+            # The last offloaded unit of the newest forward is still on the device.
+            found += own[-1].beside if sum(at.held) > 1 else 0.0
+            found += 2 * len(self.parts) * _output(own) if at.has_sums else 0.0  # messages being sent
+        return found
+
+    def _computing(self, at: Pass) -> tuple[Part, ...]:
+        """The units of a pass. The input pass of a split backward stores terms for the gradients of the weight pass."""
+        parts = self.parts[at.stage]
+        if at.kind is Kind.BACKWARD:
+            return parts
+        if at.kind is Kind.BACKWARD_WEIGHT:
+            left = [Saved(part.saved.terms, part.saved.terms, 0.0, 0.0) for part in parts]
+            return tuple(Part(part.unit, part.count, each) for part, each in zip(parts, left, strict=True))
+        units = [replace(part.unit, gradients=0) for part in parts]
+        if not at.has_sums:
+            units = [replace(unit, sums=unit.stays, shard=0, buffer=0) for unit in units]
+        return tuple(replace(part, unit=unit) for part, unit in zip(parts, units, strict=True))
+
+    def backward(self, at: Pass) -> Iterator[tuple[str, Bytes]]:  # noqa: PLR0915 - a pass from beginning to end
+        """Moments of a forward and its backward, or of one pass of the backward.
+
+        A pipeline that keeps units gathered adds up the gradients of a middle microbatch after the stage's backward.
         """
-        parts, root, rules = self.parts, self.states.root, self.rules
+        parts, root, rules = self._computing(at), self.states.root, self.rules
+        is_weight, has_sums = at.kind is Kind.BACKWARD_WEIGHT, at.has_sums
+        head = None if is_weight else self.heads[at.stage]
         shards, way, is_pipeline = rules.reshards, rules.accumulation, rules.is_pipeline
-        is_late = is_middle and is_pipeline and not (shards or self.is_constant)
-        late, most_late = 0.0, is_late * (self._over_units("gradients") - root.gradients) / self.stage.num_stages
-        saved = self.before_bytes + sum(part.count * part.kept for part in parts)
-        saved += self.head.kept if self.head else 0.0
-        sent = self.stage.num_stages * parts[-1].saved.output if held > 1 and parts else 0.0
-        # The last offloaded unit of the newest forward is still on the device.
-        others += (held - 1) * (saved + sent) + (parts[-1].beside if sent and is_pipeline else 0.0)
-        place = sum(part.count for part in parts)
-        of_stage = -(-place // self.stage.num_stages) / max(place, 1)  # the share of the blocks in one stage
-        terms, most_terms = 0.0, of_stage * sum(part.count * part.saved.terms for part in parts)
-        if has_sums and parts and (sent or self.stage.passes):  # one message in each direction is being sent
-            others += 2 * parts[-1].saved.output * (1 if sent else self.stage.num_stages)
-        every = self._over_units("gathered") - root.gathered
+        is_late = at.is_middle and is_pipeline and not (shards or self.is_constant)
+        late = terms = 0.0
+        saved = _terms(self.parts[at.stage]) if is_weight else self._kept(at.stage)
+        others = self._others(at)
+        place = sum(part.count for parts in self.parts[: at.stage + 1] for part in parts)
+        every = self._over_blocks("gathered")
         inner = self._over_units("inner")
         # Sums of earlier microbatches: in separate buffers, in pooled buffers, or in .grad.
         done, pooled = self._over_units("stays"), 0.0
@@ -175,11 +176,12 @@ class Rank:
         own = beside if last and last.is_away else 0.0
         yield "forward", self._moment(live, done, pooled, saved + others + beside + own + 2 * output)
         waiting = 0.0
-        if self.head is not None:
-            logits = max(self.head.forward, self.head.backward)
+        of_root = root.gradients / max(self.stage.has_embedding + self.stage.has_head, 1)
+        if head is not None:
+            logits = max(head.forward, head.backward)
             yield "loss", self._moment(live, done, pooled, saved + others + beside, logits)
-            waiting = root.gradients / (2 if self.stage.has_embedding else 1)  # the head's, without the embedding's
-        below = saved - (self.head.kept if self.head else 0.0) + others
+            waiting = of_root  # the head's, without the embedding's
+        below = saved - (head.kept if head else 0.0) + others
         num_behind = 0
         before, after = self._under_way(is_added=has_sums and way == "sharded")
         for number, part in enumerate(reversed(parts)):
@@ -196,10 +198,10 @@ class Rank:
                 if ahead is not None and shards:
                     prefetched = ahead.gathered * min(rules.prefetch[1], place + index)
                 left = below - behind * part.kept  # activations of this unit and those before it
-                left += max(min(terms + behind * part.saved.terms, most_terms - part.saved.terms), 0.0)
+                left += terms + behind * part.saved.terms
                 left += beside - part.kept  # without this unit's, but with those copied back for the next unit
                 gradients, buffers = (a + b for a, b in zip((done + waiting, pooled), kept(unit, behind), strict=True))
-                gradients += max(min(late + behind * unit.gradients, most_late - unit.gradients), 0.0)
+                gradients += is_late * (late + behind * unit.gradients)
                 name = f"backward of block {place + index}"
                 still = every if is_pipeline else every - behind * unit.gathered
                 gathered = root.gathered + (unit.gathered + prefetched if shards else still) + inner
@@ -207,6 +209,17 @@ class Rank:
                 end = left + part.saved.terms
                 working = left + part.saved.whole + part.saved.passing
                 yield name, self._moment(gathered, gradients, buffers + under_way, working)
+                if unit.blocks > 1:  # all other blocks of a merged unit have their gradients
+                    most = 1 - 1 / unit.blocks
+                    yield (
+                        f"{name}, its first block",
+                        self._moment(
+                            gathered,
+                            gradients + most * unit.gradients,
+                            buffers + under_way,
+                            working - most * part.saved.kept,
+                        ),
+                    )
                 yield (
                     f"{name}, its end",
                     self._moment(gathered, gradients + unit.gradients, buffers + under_way, end + 2 * output),
@@ -233,9 +246,10 @@ class Rank:
             late += part.count * unit.gradients
             every -= 0.0 if is_pipeline else part.count * unit.gathered
         buffer = 0.0 if has_sums and way == "unsharded" else root.buffer
-        gradients = done + min(late, most_late) + root.gradients + (0.0 if has_sums else root.sums - root.stays)
+        gradients = done + is_late * late + waiting + of_root * (at.stage == 0 and self.stage.has_embedding)
+        gradients += 0.0 if has_sums else root.sums - root.stays
         gathered = root.gathered + every if is_pipeline else 0.0
-        others += min(terms, most_terms)
+        others += terms
         yield from self._before_units(done, pooled, others)
         yield "backward of the root", self._moment(gathered, gradients, pooled + buffer, others)
 

@@ -4,14 +4,40 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.spec.chain import balance
 from shardwise.spec.schedule import PipelinePolicy
 from shardwise.spec.schedule.actions import Kind, folded_ranks, looped_ranks
 from shardwise.spec.schedule.builders import computations
-from shardwise.spec.schedule.closed import peak_held
+
+
+class Pass(NamedTuple):
+    """A backward of one microbatch through a stage, or one of its two parts.
+
+    Attributes:
+        kind: The full backward, or its input or weight pass.
+        stage: Number of the stage among the stages of its rank.
+        held: For each stage of the rank, microbatches with stored activations.
+        waiting: For each stage of the rank, microbatches between their input pass and the end of their weight pass.
+        has_sums: Gradients of earlier microbatches exist. An input pass allocates the buffers of all gradients.
+        is_middle: The microbatch is neither the first nor the last.
+    """
+
+    kind: Kind
+    stage: int
+    held: tuple[int, ...]
+    waiting: tuple[int, ...]
+    has_sums: bool
+    is_middle: bool
+
+    def is_below(self, other: Pass) -> bool:
+        """Whether no memory is larger than during ``other``."""
+        mine, others = ((*at.held, *at.waiting, at.has_sums, at.is_middle) for at in (self, other))
+        return self[:2] == other[:2] and all(map(operator.le, mine, others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +46,22 @@ class Stage:
 
     Attributes:
         rank: Coordinate on ``pp``.
-        blocks: Number of blocks from each run of equal blocks.
+        shares: For each stage of the pipeline on the rank, the number of blocks from each run of equal blocks.
         has_embedding: The rank has the embedding.
         has_head: The rank has the last norm and the head.
-        num_stages: Stages of the pipeline on the rank.
-        held: Peak number of microbatches with stored activations; each of several stages counts as a fraction.
-        passes: The passes of a split backward at which the peak may be (:func:`split_passes`).
+        passes: The passes that may have the peak.
     """
 
     rank: int
-    blocks: tuple[int, ...]
+    shares: tuple[tuple[int, ...], ...]
     has_embedding: bool
     has_head: bool
-    num_stages: int
-    held: float
-    passes: tuple[tuple[bool, float, float, bool], ...] = ()
+    passes: tuple[Pass, ...]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Number of blocks on the rank from each run of equal blocks."""
+        return tuple(map(sum, zip(*self.shares, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,49 +89,44 @@ Divide = Callable[[Chain, int], tuple[tuple[int, ...], ...]]
 def stages(
     chain: Chain, pp: int, policy: PipelinePolicy | None, num_microbatches: int, divide: Divide | None = None
 ) -> tuple[Stage, ...]:
-    """The part of the model on each pipeline rank; without a policy there is one rank."""
+    """The pipeline ranks that may be the fullest, the first two and the last two; without a policy the only rank."""
     if policy is None:
-        return (Stage(0, chain.counts, has_embedding=True, has_head=True, num_stages=1, held=1.0),)
+        several = num_microbatches > 1
+        alone = Pass(Kind.BACKWARD, 0, (1,), (0,), has_sums=several, is_middle=several)
+        return (Stage(0, (chain.counts,), has_embedding=True, has_head=True, passes=(alone,)),)
     virtual = policy.virtual_stages
     num_stages = pp * virtual
     ranks = folded_ranks(pp) if policy.schedule == "zb-v" else looped_ranks(pp, virtual)
     split = (divide or stage_blocks)(chain, num_stages)
     found = []
-    for rank in range(pp):
+    for rank in sorted({0, 1, pp - 2, pp - 1}):
         own = [stage for stage, owner in enumerate(ranks) if owner == rank]
-        blocks = tuple(sum(split[stage][run] for stage in own) for run in range(len(chain.counts)))
-        held = peak_held(policy.schedule, pp, num_microbatches, virtual, rank).in_flight / virtual
-        is_last = num_stages - 1 in own
-        passes = split_passes(policy, pp, num_microbatches, rank) if policy.is_split else ()
-        found.append(Stage(rank, blocks, 0 in own, is_last, num_stages=virtual, held=held, passes=passes))
+        shares = tuple(split[stage] for stage in own)
+        held = fullest_passes(policy.schedule, pp, num_microbatches, virtual, rank)
+        found.append(Stage(rank, shares, has_embedding=0 in own, has_head=num_stages - 1 in own, passes=held))
     return tuple(found)
 
 
-def split_passes(
-    policy: PipelinePolicy, pp: int, num_microbatches: int, rank: int
-) -> tuple[tuple[bool, float, float, bool], ...]:
-    """The passes of a split backward on a rank, without those at which no more is stored than at another one.
-
-    Each is (is a weight pass, microbatches between forward and input pass, microbatches between input and weight pass,
-    whether sums of gradients exist). Both numbers include the microbatch of the pass. At most 3 pp microbatches are
-    counted, because more repeat the middle of the step.
-    """
-    held, waiting, has_sums, virtual = 0, 0, False, policy.virtual_stages
-    found = set()
-    for action in computations(policy.schedule, pp, min(num_microbatches, 3 * pp), virtual).actions[rank]:
-        is_weight, is_input = action.kind is Kind.BACKWARD_WEIGHT, action.kind is Kind.BACKWARD_INPUT
-        if is_weight or is_input:
-            found.add((is_weight, held / virtual, waiting / virtual, has_sums))
-        held += (action.kind is Kind.FORWARD) - is_input
-        waiting += is_input - is_weight
-        has_sums = has_sums or is_input  # an input pass also computes gradients of norms, in the full buffers
-    return tuple(
-        one
-        for one in sorted(found)
-        if not any(
-            one != more and one[0] == more[0] and all(a <= b for a, b in zip(one, more, strict=True)) for more in found
-        )
-    )
+@functools.lru_cache(maxsize=1024)
+def fullest_passes(schedule: str, pp: int, num_microbatches: int, virtual: int, rank: int) -> tuple[Pass, ...]:
+    """The passes of a rank that may have the peak. After 3 pp microbatches the middle of a step repeats."""
+    walked = min(num_microbatches, 3 * pp)
+    plan = computations(schedule, pp, walked, virtual)
+    own = plan.stages(rank)
+    held = [num_microbatches - walked if schedule == "gpipe" else 0] * virtual
+    waiting, has_sums = [0] * virtual, False
+    found: dict[Pass, None] = {}
+    for action in plan.actions[rank]:
+        stage, kind = own.index(action.stage), action.kind
+        if kind is Kind.FORWARD:
+            held[stage] += 1
+            continue
+        is_middle = 0 < action.microbatch < walked - 1
+        found[Pass(kind, stage, tuple(held), tuple(waiting), has_sums, is_middle)] = None
+        held[stage] -= kind.gives_input_gradient
+        waiting[stage] += (kind is Kind.BACKWARD_INPUT) - (kind is Kind.BACKWARD_WEIGHT)
+        has_sums = True
+    return tuple(one for one in found if not any(one is not more and one.is_below(more) for more in found))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -161,7 +161,7 @@ class States:
         root: The root unit.
         units: The other units, in order.
         landing: Bytes of the device's buffers for offloaded masters before they are cast, of the receive buffers of
-            packed gathers, and of those in which this library receives sums.
+            packed gathers, and of those for packed gradients and for sums that this library receives.
     """
 
     footprint: Footprint
@@ -292,13 +292,12 @@ def _reductions(rules: Rules) -> dict[str, Any]:
 
 
 def _received_bytes(groups: Sequence[GroupFacts], rules: Rules) -> int:
-    """Bytes of the buffers in which sums are received, if this library computes them."""
-    if not rules.receives:
+    """Bytes of the buffers in which sums are received, and of those for packed gradients."""
+    plain = [replace(group, reduced_as=None) for group in groups]
+    if not rules.receives and plain == list(groups):
         return 0
-    both = (
-        reduce_bytes(groups, rank=0, has_receive_buffers=receives, **_reductions(rules)) for receives in (True, False)
-    )
-    return next(both) - next(both)
+    held = reduce_bytes(groups, rank=0, has_receive_buffers=rules.receives, **_reductions(rules))
+    return held - reduce_bytes(plain, rank=0, has_receive_buffers=False, **_reductions(rules))
 
 
 def held_matrices(unit: Parameters, rules: Rules) -> int:
