@@ -570,7 +570,8 @@ class Gradient:
 
     def _put_at_once(self, result: Tensor, into: Tensor) -> bool:
         """As :meth:`_put`, in one operation; returns False unless every shard has this ``.grad``, or none has any."""
-        owned = [index for index, is_elsewhere in enumerate(self._is_elsewhere) if not is_elsewhere]
+        is_flat = self.group.facts.flat_kinds is not None
+        owned = [index for index, is_elsewhere in enumerate(self._is_elsewhere) if not (is_flat and is_elsewhere)]
         shards, views = self.group.shards, self.storage.views
         grads = [shards[index].grad for index in owned]
         if all(grad is None for grad in grads):
