@@ -10,6 +10,10 @@ import torch
 
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.cli import main
+from shardwise.spec.errors import ConfigError
+from shardwise.train.config.sections import LoraSection
+from shardwise.train.model.lora import adapt
+from tests.common.ranks import refusal
 from tests.common.tokenizers import TEMPLATE
 from tests.train.chats import all_losses, cache_here, save_chats
 from tests.train.train_here import sets, train_here
@@ -209,3 +213,13 @@ def test_a_tied_model_with_transposed_layers_is_merged_as_peft_does(
     base = AutoModelForCausalLM.from_pretrained("llama")
     by_peft = PeftModel.from_pretrained(base, "adapter").merge_and_unload().state_dict()
     assert all(torch.equal(value, merged[name]) for name, value in by_peft.items())
+
+
+def test_a_target_that_is_no_layer_is_refused_also_beside_one_that_is(tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=8, num_key_value_heads=1, num_local_experts=2, **sizes))
+    model.save_pretrained(tmp_path)
+    section = LoraSection(rank=2, targets=["q_proj", "gate_up_proj"])
+    assert "no layer's name ends in 'gate_up_proj'" in refusal(ConfigError, adapt, model, section, tmp_path)

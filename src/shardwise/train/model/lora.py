@@ -40,6 +40,13 @@ def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = T
             f"lora.targets={section.targets!r}: {first_line(error)}\n"
             "  Name layers by the ends of their names, such as [q_proj, v_proj], or leave targets out: all linear ones."
         ) from None
+    ends = {name for path, layer in model.named_modules() if hasattr(layer, "base_layer") for name in _ends(path)}
+    named = section.targets if isinstance(section.targets, list | tuple) else ()
+    if lost := [name for name in named if name not in ends]:
+        raise ConfigError(
+            f"lora.targets={section.targets!r}: no layer's name ends in {printable(lost[0])!r} (stacked experts are a"
+            " parameter, which gets no adapter).\n  Leave it out, or leave targets out: all linear layers."
+        )
     if draws:
         for module in model.modules():
             if isinstance(module, peft.tuners.lora.LoraLayer):
@@ -53,6 +60,12 @@ def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = T
         if section.adapter is not None:
             _read(peft, model, Path(section.adapter).expanduser())
     return model
+
+
+def _ends(path: str) -> list[str]:
+    """The full name and its ends: ``a.b.c``, ``b.c`` and ``c``."""
+    parts = path.split(".")
+    return [".".join(parts[place:]) for place in range(len(parts))]
 
 
 #: Number and size of the blocks of each base file, evenly spaced, that are hashed.
