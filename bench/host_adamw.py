@@ -1,5 +1,5 @@
 """AdamW on the host, as offloading needs it: GB/s of torch's variants and of DeepSpeed's CPUAdam, in one process; and
-a step whose update follows backward beside one whose update is made while backward goes on.
+a step whose update follows backward beside one whose update is made while backward continues.
 
     python -m bench.host_adamw [--numel 32000000] [--units 8] [--rounds 5] [--threads 1,16]
     python -m bench.host_adamw --steps [--hidden 512] [--tokens 16] [--device-ms 0] [--rounds 30] [--threads 1]
@@ -90,7 +90,7 @@ class Steps:
     """Steps of a model whose optimizer is on the host.
 
     Args:
-        is_beside: Each unit is updated while backward goes on with others; else all of them after it.
+        is_beside: Each unit is updated while backward continues with others; else all of them after it.
         hidden: Width of the model.
         num_tokens: Of a step.
         device_s: The backward of each block sleeps so long.

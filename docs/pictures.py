@@ -204,7 +204,7 @@ STREAMS = {"compute": "compute", "gather": "all-gather", "reduce": "reduce-scatt
 #: What a rank of four holds between steps of parameters, gradients and optimizer state: the whole, or a part.
 HELD = {"ddp": "111", "zero1": "110", "zero2": "100", "shard_grad_op": "000", "zero3": "000"}
 WORDS = {
-    "ddp": "Every rank holds everything. Gradients of a unit are all-reduced while backward goes on.",
+    "ddp": "Every rank holds everything. Gradients of a unit are all-reduced while backward continues.",
     "zero1": "The optimizer's state is sharded. After the step the next forward gathers the updated parameters.",
     "zero2": "Gradients are sharded too: what reduce-scatter has sent is no longer held.",
     "shard_grad_op": "Parameters are sharded too, and stay gathered from forward to backward.",

@@ -277,8 +277,8 @@ def test_an_odd_width_of_a_traced_layer_is_named_with_the_time_of_the_next_multi
     found = sw.trace_model(model, torch.empty(4096, 1024, device="meta"), lambda out, _: out.sum())
     work = workload(seq_len=1, global_batch=4096, micro_batch=4096)
     made = estimate(found, PLAIN, Cluster(gpu="H100-80GB-SXM", num_gpus=1), work)
-    (text,) = (text for text in why(made) if "no multiple of 64" in text)
-    assert text.startswith("A layer's width of 50,257 is no multiple of 64")
+    (text,) = (text for text in why(made) if "not a multiple of 64" in text)
+    assert text.startswith("A layer's width of 50,257 is not a multiple of 64")
     width, padded = found.padded(64)
     assert width == 50_257
     assert sorted({size for unit in padded.narrow for p in unit.products for size in (p.inner, p.columns)}) == [
@@ -295,7 +295,7 @@ def test_the_width_that_is_named_is_the_one_whose_padding_was_estimated() -> Non
         found = sw.trace_model(model, batch, lambda out, _: out.sum())
         work = workload(seq_len=1, global_batch=len(batch), micro_batch=len(batch))
         made = estimate(found, PLAIN, cluster, work)
-        return made.step_time_s, [text for text in why(made) if "no multiple of 64" in text]
+        return made.step_time_s, [text for text in why(made) if "not a multiple of 64" in text]
 
     def wide(width: int) -> nn.Module:
         return nn.Sequential(nn.Linear(768, 2001), nn.Linear(2001, width), nn.Linear(width, 3000))
@@ -310,7 +310,7 @@ def test_the_width_that_is_named_is_the_one_whose_padding_was_estimated() -> Non
             said(wide(1024), rows),
         )
     assert no_images == []
-    assert text.startswith("A layer's width of 1,001 is no multiple of 64")
+    assert text.startswith("A layer's width of 1,001 is not a multiple of 64")
     assert f"with 1,024 a step would take {1e3 * padded_s:.3g} ms." in text
     assert "model.vocab_size" not in text
 

@@ -172,9 +172,13 @@ def test_ranks_that_disagree_are_told_in_what(tmp_path):
     [
         (Extent("a", (4,), "fp32", 0, 4), torch.zeros(2, 2), r"a: the tensor has shape \(2, 2\) and dtype fp32, exp"),
         (Extent("a", (4,), "fp32", 0, 4), torch.zeros(4).half(), r"dtype fp16, expected \(4,\) and fp32"),
-        (Extent("a", (4,), "fp32", 2, 6), torch.zeros(4), r"elements 2 to 6 are no range of a tensor of shape \(4,\)"),
-        (Extent("", (4,), "fp32", 0, 4), torch.zeros(4), "'' is no name for a tensor"),
-        (Extent("a\nb", (4,), "fp32", 0, 4), torch.zeros(4), "is no name for a tensor"),
+        (
+            Extent("a", (4,), "fp32", 2, 6),
+            torch.zeros(4),
+            r"elements 2 to 6 are not a range of a tensor of shape \(4,\)",
+        ),
+        (Extent("", (4,), "fp32", 0, 4), torch.zeros(4), "'' is not a name for a tensor"),
+        (Extent("a\nb", (4,), "fp32", 0, 4), torch.zeros(4), "is not a name for a tensor"),
         (Extent("a", (4,), "float33", 0, 4), torch.zeros(4), "dtype 'float33' is unknown"),
     ],
 )

@@ -269,7 +269,9 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     folder = Path(folder_of("llama", tmp_path))
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:-100])
-    with pytest.raises(CheckpointError, match=r"model.safetensors is no safetensors file that can be read: .* bytes"):
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors is not a safetensors file that can be read: .* bytes"
+    ):
         defer_model(resolved_for(str(folder), 1), CPU)
 
 

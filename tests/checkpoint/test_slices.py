@@ -208,7 +208,7 @@ def test_slices_that_are_not_exactly_the_whole_are_not_saved(tmp_path, held, mes
         ([[[1, 0, 3]], [[1, 3, 6, 4, 5]]], "overlaps another, or is none of it"),
         ([[[1, 0, 3]], [[2, 3, 6]]], "w: a cut of dimension 2 does not belong to shape"),
         ([[[2, 0, 3]], [[2, 3, 6]]], "w: a cut of dimension 2 does not belong to shape"),
-        ([[[1, 0, 3]], [[1, 3]]], "a cut is no dimension with ranges"),
+        ([[[1, 0, 3]], [[1, 3]]], "a cut is not a dimension with ranges"),
         ([[[1, 0, 3]], [[1, 3, 4, 4, 6]]], "w: its slice is not given in the simplest form"),
         ([[[1, 0, 3]], [[1, 0, 3]]], "w: a slice is listed twice, or is none"),
         ([[[1, 0, 3]], []], "w: a slice is listed twice, or is none"),

@@ -113,7 +113,7 @@ def test_a_url_stays_one_whatever_pathlib_makes_of_it():
         ("s3://KEY:s3cr3t@bucket/run", r"^s3://bucket/run was given with credentials or options"),
         ("s3://KEY:s3c/s3cr3t@bucket/run", r"^s3://bucket/run was given with credentials or options"),
         ("gs://bucket/run?token=s3cr3t", r"^gs://bucket/run was given with credentials or options"),
-        ("http://bucket/run", r"^http://bucket/run is no URL of an object store.\n  Use s3://, gs://"),
+        ("http://bucket/run", r"^http://bucket/run is not a URL of an object store.\n  Use s3://, gs://"),
     ],
 )
 def test_urls_with_credentials_and_of_other_kinds_are_refused(url, text):

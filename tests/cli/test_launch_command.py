@@ -321,7 +321,7 @@ def test_a_command_that_runs_again_goes_on_with_the_run(
         (("--kubernetes", "--gpus", "24", *CLUSTER), "does not fit 24 ranks"),
         (("--kubernetes", "--gpus", "8", *CLUSTER, "--run-dir", "/elsewhere"), "does not lie on the volume"),
         (("--kubernetes", "--gpus", "8", "--image", "x", "--volume", "runs"), "expected NAME:/path"),
-        (("--kubernetes", "--gpus", "8", *CLUSTER, "--set", "name=2nd"), "no name for Kubernetes"),
+        (("--kubernetes", "--gpus", "8", *CLUSTER, "--set", "name=2nd"), "not a name for Kubernetes"),
     ],
 )
 def test_a_job_that_cannot_run_is_not_written(

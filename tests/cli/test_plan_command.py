@@ -323,7 +323,7 @@ def test_the_largest_model_grows_with_what_is_sharded(capsys: pytest.CaptureFixt
         (["gpt2", "--gpu", "L4", "--seq", "0"], "--seq 0: expected a whole number of at least 1"),
         (["gpt2", "--gpu", "L4", "--optimizer", "lion"], "expected adamw, adam, sgd, sgd-momentum"),
         ([*FIRST, "--chunked-loss", "--tp", "2"], "tp=2 does not go with a loss in chunks"),
-        ([*ONE_PLAN, "--measured", "fast"], "'fast' is no number of tokens/s, and no folder of a run"),
+        ([*ONE_PLAN, "--measured", "fast"], "'fast' is not a number of tokens/s, and no folder of a run"),
         ([*ONE_PLAN, "--measured", "410000"], "products and attention at 0.923 of the card's peak do not explain that"),
         ([*ONE_PLAN, "--measured", "4100"], "those of all GPUs"),
         ([*ONE_PLAN, "--measured", "41000,micro_bach=1"], "Did you mean 'micro_batch'?"),

@@ -90,8 +90,8 @@ def test_a_file_is_taken_where_a_gpu_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        ("{", "is no file of `shardwise calibrate`"),
-        ('{"format": "other"}', "is no file of `shardwise calibrate`"),
+        ("{", "is not a file of `shardwise calibrate`"),
+        ('{"format": "other"}', "is not a file of `shardwise calibrate`"),
         (json.dumps({"format": FORMAT}), "is not as `shardwise calibrate` writes it"),
         (json.dumps({"format": FORMAT, "measured": {"products": [{"rows": 1}]}}), "is not as `shardwise calibrate`"),
         (json.dumps({"format": FORMAT, "measured": {}}), "Run `shardwise calibrate` again"),

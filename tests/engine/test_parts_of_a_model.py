@@ -78,7 +78,7 @@ def test_norms_of_models_modules_and_parameters_are_those_of_the_plain_ones(stra
         (factor * model(batch(dist.get_rank())).square().mean()).backward()
     parts = {
         "two models": lambda both: both,
-        "a module that is no unit": lambda both: both[0][1].inner,
+        "a module that is not a unit": lambda both: both[0][1].inner,
         "parameters": lambda both: [p for p in both[0].parameters() if p.dim() > 1],
         "one parameter": lambda both: both[1][4].scale,
         "modules of two models": lambda both: [both[0][0], both[1][2]],

@@ -1,4 +1,4 @@
-"""Values that leave a unit otherwise than through its outputs: saved tensors are checked and brought back."""
+"""Values that leave a unit without passing through its outputs: saved tensors are checked and brought back."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_loss_on_a_module_that_counts_only_in_later_steps_is_right_or_refused_
         else:
             found.append(f"right, {trained.probe.num_healed} healed")
     for text in found:
-        assert text.startswith("right") or "a value left the unit otherwise than through its outputs" in text
+        assert text.startswith("right") or "a value left the unit without passing through its outputs" in text
 
 
 class CheckpointedInside(Block):

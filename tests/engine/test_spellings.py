@@ -145,7 +145,7 @@ def test_registered_methods_gather_their_unit():
         assert torch.allclose(model[2].encode(batch(0)), plain[2].encode(batch(0)), rtol=1e-5, atol=1e-6)
     for module, name, message in (
         (model[0], "encod", "there is no such method"),
-        (nn.ModuleList([model[0]]), "append", "the module is no unit, but holds parameters of one"),
+        (nn.ModuleList([model[0]]), "append", "the module is not a unit, but holds parameters of one"),
     ):
         with pytest.raises(sw.StateError, match=message):
             sw.register_fsdp_forward_method(module, name)
@@ -163,7 +163,7 @@ def test_what_fsdp2_asks_to_be_told_is_taken():
     for index, child in enumerate(model[:-1]):
         child.set_modules_to_forward_prefetch([model[index + 1]])
         model[index + 1].set_modules_to_backward_prefetch([child])
-    with pytest.raises(sw.StateError, match="got a Linear that is no unit"):
+    with pytest.raises(sw.StateError, match="got a Linear that is not a unit"):
         model.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
     with pytest.raises(sw.StateError, match=r"set_requires_all_reduce\(\) of unit '1'"):
         model[1].set_requires_all_reduce(False)

@@ -222,12 +222,12 @@ def test_a_size_beyond_the_model_is_an_error():
     )
 
 
-# -- what is no policy
+# -- what is not a policy
 
 
 @pytest.mark.parametrize("policy", [None, 3, "all", lambda _m: True])
 def test_what_is_no_policy_is_refused(policy):
-    with pytest.raises(PlanError, match=r"is no policy|is not a wrap policy"):
+    with pytest.raises(PlanError, match=r"is not a policy|is not a wrap policy"):
         find_units(Model(layers=chain()), policy)
     with pytest.raises(PlanError, match="is not a wrap policy"):
         sw.ParallelPlan(auto_wrap_policy=policy)

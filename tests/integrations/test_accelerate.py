@@ -89,7 +89,7 @@ def refuse() -> None:
     from shardwise.spec.plan import ParallelPlan
 
     text = refusal(PlanError, ShardwiseAccelerator, plan=ParallelPlan(pp=2), cpu=True)
-    assert "pp=2: ShardwiseAccelerator gives every rank samples of its own" in text
+    assert "pp=2: ShardwiseAccelerator gives every rank different samples" in text
     hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
     text = refusal(PlanError, ShardwiseAccelerator, cpu=True, kwargs_handlers=[hook])
     assert "got DistributedDataParallelKwargs(comm_hook=...): DistributedDataParallel is not used here" in text

@@ -251,7 +251,7 @@ def refuse_on_rank(folder: str) -> None:
 
     args = TrainingArguments(**settings(folder, 2))
     text = refusal(PlanError, ShardwiseTrainer, build(), args, plan=sw.ParallelPlan(tp=2))
-    assert "tp=2: ShardwiseTrainer gives every rank samples of its own" in text
+    assert "tp=2: ShardwiseTrainer gives every rank different samples" in text
     trainer = ShardwiseTrainer(build(), args, train_dataset=Texts(8, 1))
     unfinished = "its save was not finished: it holds no trainer_state.json"
     assert unfinished in refusal(CheckpointError, trainer.train, resume_from_checkpoint=folder)

@@ -30,7 +30,7 @@ def test_a_fault_strikes_where_it_is_armed_and_nowhere_else() -> None:
     ]
     assert [ended.stdout for ended in untouched] == ["alive\n"] * 4
     assert run("after_step@attempt=any:kill", SHARDWISE_RESTART_COUNT="1").returncode == -signal.SIGKILL
-    assert "is no fault" in run("after_stop:kill").stderr
+    assert "is not a fault" in run("after_stop:kill").stderr
 
 
 def test_a_full_disk_and_an_odd_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_the_plan_gets_every_degree() -> None:
 
 
 def test_a_batch_that_the_ranks_do_not_divide_is_refused_with_the_nearest_ones() -> None:
-    with pytest.raises(PlanError, match=r"global_batch=20 is no multiple .* = 16.\n  Set global_batch=16 or 32"):
+    with pytest.raises(PlanError, match=r"global_batch=20 is not a multiple .* = 16.\n  Set global_batch=16 or 32"):
         estimate(SHAPE, ParallelPlan(), CLUSTER, dataclasses.replace(WORK, global_batch=20, micro_batch=2))
 
 
@@ -89,7 +89,7 @@ def test_a_network_that_was_not_given_is_named_with_the_time_at_half_of_it() -> 
         ("llama-3-8b", "H100-80GB-SXM", 8, {"lora_rank": 8}, "LoRA"),
         ("mixtral-8x7b", "H100-80GB-SXM", 8, {}, "mixtures of experts"),
         ("llama-3-8b", "RTX4090", 8, {}, "cards without links"),
-        ("llama-3-8b", "H100-80GB-SXM", 8, {"seq_len": 1}, "samples that are no sequences"),
+        ("llama-3-8b", "H100-80GB-SXM", 8, {"seq_len": 1}, "samples that are not sequences"),
     ],
 )
 def test_the_band_is_that_of_the_runs_own_kind(name: str, gpu: str, num_gpus: int, more: dict[str, int], kind: str):
@@ -131,10 +131,10 @@ def test_an_odd_vocabulary_is_named_with_the_time_of_the_next_multiple() -> None
         workload = Workload(seq_len=1024, global_batch=32, micro_batch=32, precision=precision)
         shape = ModelShape.from_config(gpt_config("gpt2-medium", vocab_size=vocab))
         made = estimate(shape, ParallelPlan(strategy="zero3"), cluster, workload)
-        return made.step_time_s, [text for text in why(made) if "no multiple of 64" in text]
+        return made.step_time_s, [text for text in why(made) if "not a multiple of 64" in text]
 
     (_, (text,)), (padded_s, nothing) = said(50_257), said(50_304)
-    assert text.startswith("A vocabulary of 50,257 is no multiple of 64")
+    assert text.startswith("A vocabulary of 50,257 is not a multiple of 64")
     assert f"with 50,304 a step would take {1e3 * padded_s:.0f} ms" in text
     assert "Set model.vocab_size of a preset; of a model of transformers call" in text
     assert "resize_token_embeddings(pad_to_multiple_of=64), and save it." in text

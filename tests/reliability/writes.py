@@ -232,7 +232,7 @@ def half_deleted(box: Box) -> Seen:
     box.train(*settings, fault="gc_mid_delete@rank=0@step=5:kill")
     left = box.run.unfinished
     box.check("a half deleted folder is left", any(name.startswith(".trash-") for name in left))
-    box.check("it is no checkpoint", 5 not in box.run.saved_steps)
+    box.check("it is not a checkpoint", 5 not in box.run.saved_steps)
     box.check("the others are whole", box.run.saved_steps == [10, 15] and all(is_good(box.run, s) for s in (10, 15)))
     ended = box.resumes(*settings)
     box.check("it is gone after the next save", box.run.unfinished == [])

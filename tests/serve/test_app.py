@@ -319,8 +319,8 @@ def test_paths_and_bodies_that_are_none_of_ours_get_errors_of_openai_s_form(make
     for method, where, body, headers, status, message in [
         ("GET", "/v1/files", None, {}, 404, "GET /v1/files: Not Found"),
         ("GET", path, None, {}, 405, "Method Not Allowed"),
-        ("POST", path, "{", {}, 400, "the body is no JSON"),
-        ("POST", path, "[" * 100_000, {}, 400, "the body is no JSON"),
+        ("POST", path, "{", {}, 400, "the body is not JSON"),
+        ("POST", path, "[" * 100_000, {}, 400, "the body is not JSON"),
         ("POST", path, '{"model": "hand", "prompt": "\\ud800"}', {}, 400, "surrogates not allowed"),
         ("POST", path, "[]", {}, 400, "the body is list, expected a JSON object"),
         ("POST", path, "{}", {}, 400, "model: Field required"),

@@ -193,7 +193,7 @@ def test_the_vllm_backend_gets_its_engine_s_arguments(folder, tmp_path, capsys):
     assert json.loads((repository / "tiny" / "1" / "model.json").read_text()) == {"model": str(folder)}
     for arguments, message in [
         ([str(folder), "--triton", str(repository)], "tiny exists"),
-        ([str(folder), "--triton", str(repository), "--name", "../out"], "is no name of a folder"),
+        ([str(folder), "--triton", str(repository), "--name", "../out"], "is not a name of a folder"),
         ([str(folder)], "the model goes to one place"),
         ([str(folder), "out", "--triton", str(repository)], "the model goes to one place"),
     ]:

@@ -29,8 +29,8 @@ def test_a_value_as_a_file_or_a_program_writes_it_is_a_policy(given: object, mea
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("cpu", "offload_activations='cpu' is no policy"),
-        (1, "offload_activations=1 is no policy"),
+        ("cpu", "offload_activations='cpu' is not a policy"),
+        (1, "offload_activations=1 is not a policy"),
         ({"ever": 2}, "offload_activations={'ever': 2} is not a wrap policy"),
         ({"every": 0}, "ActivationOffloadPolicy(every=0)"),
         ({"least_bytes": True}, "ActivationOffloadPolicy(least_bytes=True)"),

@@ -94,7 +94,7 @@ def test_only_blocks_take_a_number():
         ((), None, 1),
         ((9,), None, 1),
         ((6, 5), None, 5),
-        ((6, 5), (1, 6), 30),  # stored by columns: a row is no run of memory
+        ((6, 5), (1, 6), 30),  # stored by columns: a row is not a run of memory
         ((1, 5), (1, 1), 5),
         ((4, 6, 5), None, 5),
         ((4, 6, 5), (30, 1, 6), 120),

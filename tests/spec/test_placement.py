@@ -110,7 +110,7 @@ def test_only_the_four_rows_of_the_table_can_be_built(row):
 
 def test_a_placement_that_is_none_is_refused():
     with pytest.raises(
-        PlacementError, match=r"gradient='half'.*is no placement.\n  Use one of: replicate, shard, partial"
+        PlacementError, match=r"gradient='half'.*is not a placement.\n  Use one of: replicate, shard, partial"
     ):
         Placements(gradient="half")
 

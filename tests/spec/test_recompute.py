@@ -45,12 +45,12 @@ def test_a_plan_keeps_the_policy_that_a_mapping_means_and_can_be_replaced() -> N
 @pytest.mark.parametrize(
     ("value", "fault"),
     [
-        ("all", "activation_checkpointing='all' is no policy"),
-        (True, "activation_checkpointing=True is no policy"),
+        ("all", "activation_checkpointing='all' is not a policy"),
+        (True, "activation_checkpointing=True is not a policy"),
         ({"every": 0}, r"every=0\): expected a whole number"),
         ({"every": True}, "every=True"),
         ({"every": 2, "keep": 1}, "no field keep"),
-        ({"save": ["products"]}, "'products' is no operator"),
+        ({"save": ["products"]}, "'products' is not an operator"),
         ({"modules": "auto"}, "modules='auto' names no modules"),
         ({"by_depth": 3}, "is not a wrap policy"),
     ],

@@ -170,7 +170,7 @@ def test_a_decoder_by_its_sizes_is_a_llama_where_gated_and_our_gpt_where_not() -
     [
         ("lama-3-8b", ["'lama-3-8b' is neither", "Did you mean 'llama-3-8b'?", "config.json"]),
         ("no/such-thing-at-all", ["Known are: gpt-nano", "qwen3-30b-a3b"]),
-        (7, ["a int is no description", "sw.trace_model(module, example_batch)"]),
+        (7, ["a int is not a description", "sw.trace_model(module, example_batch)"]),
         ({"model_type": "lamma"}, ["model_type='lamma'", "Did you mean 'llama'?", "sw.trace_model()"]),
         ({"model_type": "llama", "hidden_size": 8}, ["configuration of llama has no field", "use_diff=False"]),
         (Path("nowhere/at/all"), ["does not exist", "Hugging Face folder"]),

@@ -230,7 +230,7 @@ def test_files_build_on_files_and_circles_are_refused(tmp_path: Path, monkeypatc
     with pytest.raises(ConfigError, match=r"extends goes in a circle: a.yaml -> b.yaml -> a.yaml"):
         read_config(tmp_path / "a.yaml")
     write(tmp_path, "extends: none.yaml\n", "c.yaml")
-    with pytest.raises(ConfigError, match=r"c.yaml:1: extends names 'none.yaml', which is no file"):
+    with pytest.raises(ConfigError, match=r"c.yaml:1: extends names 'none.yaml', which is not a file"):
         read_config(tmp_path / "c.yaml")
 
 

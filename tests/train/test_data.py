@@ -203,7 +203,7 @@ def test_headers_with_flipped_bits_are_refused_or_read_as_text(tmp_path: Path) -
 def test_text_beside_token_files_is_refused(tmp_path: Path) -> None:
     write_tokens(tmp_path / "t.bin", [np.arange(50)], vocab_size=256)
     (tmp_path / "u.txt").write_text("x")
-    with pytest.raises(DataError, match=r"u.txt: a text file beside token files"):
+    with pytest.raises(DataError, match=r"u.txt: a text file among token files"):
         find_source(str(tmp_path))
 
 
@@ -289,7 +289,7 @@ def test_a_file_that_is_not_like_those_looked_at_is_refused_when_it_is_read(
         write_tokens(tmp_path / f"{name}.bin", [np.arange(100)], vocab_size=256)
     (tmp_path / "b.bin").write_text("x" * 264)
     train = data(tmp_path).train
-    with pytest.raises(DataError, match=r"b.bin: a text file beside token files"):
+    with pytest.raises(DataError, match=r"b.bin: a text file among token files"):
         [train.sample(index) for index in range(train.num_samples)]
     write_tokens(tmp_path / "b.bin", [np.arange(100)], vocab_size=100_000, should_replace=True)
     train = data(tmp_path).train

@@ -58,10 +58,10 @@ def test_the_batch_of_the_run_is_kept_whatever_the_configuration_derives_it_from
 @pytest.mark.parametrize(
     ("settings", "local_size", "size", "text"),
     [
-        ((), 1, 3, "multiple of micro_batch_size=2 * 3 ranks = 6; use 6 or 12.\n  It goes on with 1, 2 or 4 ranks: "),
-        (("parallel.tp=2",), 1, 3, "It goes on with 2, 4 or 8 ranks: continue with --resume on as many"),
-        (("parallel.tp=2", "parallel.dp_shard=2"), 1, 2, "It goes on with 4 ranks: "),
-        (("parallel.tp=3",), 2, 2, "It goes on with 6 or 12 ranks: "),
+        ((), 1, 3, "multiple of micro_batch_size=2 * 3 ranks = 6; use 6 or 12.\n  It continues with 1, 2 or 4 ranks: "),
+        (("parallel.tp=2",), 1, 3, "It continues with 2, 4 or 8 ranks: continue with --resume on as many"),
+        (("parallel.tp=2", "parallel.dp_shard=2"), 1, 2, "It continues with 4 ranks: "),
+        (("parallel.tp=3",), 2, 2, "It continues with 6 or 12 ranks: "),
         (("parallel.pp=7", "parallel.dp_shard=3"), 2, 2, "No number of machines like this one fits."),
     ],
 )
@@ -70,7 +70,7 @@ def test_a_world_that_the_plan_or_the_batch_does_not_fit_is_refused_with_those_t
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         keep_batch(raw(*settings), run, world(size, local_size))
-    assert f"the run in {run} does not go on in a world of {size} ranks: " in str(caught.value)
+    assert f"the run in {run} does not continue in a world of {size} ranks: " in str(caught.value)
     assert text in str(caught.value)
     assert caught.value.exit_code == 78
 

@@ -187,7 +187,7 @@ def test_a_checkpoint_of_another_run_is_taken_only_where_its_path_is_given(tmp_p
 
 
 def test_a_folder_whose_name_cannot_be_printed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is no name for a run's folder: expected at most 200 characters"):
+    with pytest.raises(ConfigError, match=r"is not a name for a run's folder: expected at most 200 characters"):
         create(tmp_path / "a\x1b[2Jb")
 
 

@@ -349,7 +349,7 @@ def _yaml(text: str) -> dict[str, Any]:
         ({"loss": 3}, "loss=3: expected something to call"),
         ({"data": 3}, "data=3: expected a data set or an iterable"),
         ({"metrics": {"a": None}}, r"metrics\['a'\]: expected something to call"),
-        ({"callbacks": [print]}, "is no sw.Callback"),
+        ({"callbacks": [print]}, "is not an sw.Callback"),
         ({"eval_data": [1]}, "eval_data without data"),
         ({"metrics": {"loss": print}}, "eval_loss is the held-out loss"),
         ({"data": torch.utils.data.DataLoader([1])}, "data=DataLoader: it gives batches; give its data set"),

@@ -91,7 +91,9 @@ def test_a_run_names_a_vocabulary_that_is_slow_on_its_gpu(vocab: int, is_named: 
     Report._say_time(report, mock.Mock(say=lambda line: said.write(f"{line}\n")), Speed())
     lines = said.getvalue().splitlines()
     assert lines[1].startswith(f"  predicted  {1e3 * made.step_time_s:>6,.0f} ms  ")
-    assert [line.startswith("  A vocabulary of 50,257 is no multiple of 64") for line in lines[2:]] == [True] * is_named
+    assert [line.startswith("  A vocabulary of 50,257 is not a multiple of 64") for line in lines[2:]] == [
+        True
+    ] * is_named
 
 
 def test_a_report_that_cannot_be_written_says_why_in_lines(

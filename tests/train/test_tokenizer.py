@@ -119,11 +119,11 @@ def test_what_cannot_be_tokenized_for_the_model_is_refused_before_anything_start
 ) -> None:
     small = save_model(tmp_path / "small", vocab_size=299)
     for settings, message in [
-        ((f"model.hf={small}",), "is no folder with a tokenizer"),
+        ((f"model.hf={small}",), "is not a folder with a tokenizer"),
         ((f"model.hf={small}", f"data.tokenizer={folder}"), "has 300 ids, the model's embedding 299 rows"),
         ((f"data.tokenizer={folder}", "model.vocab_size=256"), "has 300 ids, the model's embedding 256 rows"),
-        (("data.tokenizer=byte",), "'byte' is no folder with a tokenizer"),
-        ((f"data.tokenizer={small}",), "is no folder with a tokenizer"),
+        (("data.tokenizer=byte",), "'byte' is not a folder with a tokenizer"),
+        ((f"data.tokenizer={small}",), "is not a folder with a tokenizer"),
     ]:
         with pytest.raises(ConfigError) as caught:
             resolved(text, *settings)
@@ -238,7 +238,7 @@ def test_what_is_wrong_with_rows_is_not_said_of_the_cache(
     for number in range(16):
         (rows / f"{number:02}.jsonl").write_text('{"text": "a"}\n')
     (rows / "11.jsonl").write_text('{"text": "a"}\n"hello"\n')
-    with pytest.raises(DataError, match=r"11.jsonl:2 cannot be read: it is no JSON object"):
+    with pytest.raises(DataError, match=r"11.jsonl:2 cannot be read: it is not a JSON object"):
         prepared(rows, "text")
     text = tmp_path / "text.txt"
     text.write_text("a")

@@ -341,8 +341,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         _ForwardMethod(module, method_name).install()
     elif any(mark_of(parameter) is not None for parameter in module.parameters()):
         raise StateError(
-            f"register_fsdp_forward_method({type(module).__name__}, {method_name!r}): the module is no unit, but holds"
-            " parameters of one.\n  Pass the unit around it, or make it a unit (auto_wrap_policy, sw.fully_shard)."
+            f"register_fsdp_forward_method({type(module).__name__}, {method_name!r}): the module is not a unit, but"
+            " holds parameters of one.\n"
+            "  Pass the unit around it, or make it a unit (auto_wrap_policy, sw.fully_shard)."
         )
 
 
@@ -463,7 +464,7 @@ class _UnitMethod(Uncopyable):
             attachment = attachment_of(module)
             if attachment is None or attachment.engine is not engine:
                 raise StateError(
-                    f"{self._name}() of unit {unit.name!r} got a {type(module).__name__} that is no unit of the same"
+                    f"{self._name}() of unit {unit.name!r} got a {type(module).__name__} that is not a unit of the same"
                     " model.\n"
                     "  Pass modules that sw.fully_shard was called for, after the call for the outermost module."
                 )

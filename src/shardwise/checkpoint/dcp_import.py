@@ -114,7 +114,7 @@ class DcpFolder:
         except FileNotFoundError as error:
             name = "Name the folder that dcp.save() was given, with its .metadata and *.distcp files."
             raise CheckpointError(
-                f"{self.path} is no folder of torch.distributed.checkpoint: {Path(str(error.filename)).name} is"
+                f"{self.path} is not a folder of torch.distributed.checkpoint: {Path(str(error.filename)).name} is"
                 f" missing.\n  {deepspeed_advice(each.name for each in self.path.glob('*')) or name}"
             ) from None
         except OSError as error:

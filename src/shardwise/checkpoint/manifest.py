@@ -217,7 +217,7 @@ def _problems(manifest: Manifest) -> list[str]:
     if len(manifest.files) != manifest.world_size:
         return [f"it lists {len(manifest.files)} files for {manifest.world_size} ranks"]
     if not manifest.run_id.isprintable():
-        return [f"{_short(repr(manifest.run_id))} is no name for a run"]
+        return [f"{_short(repr(manifest.run_id))} is not a name for a run"]
     return _frozen_problems(manifest) or manifest.table.problems(manifest.world_size)
 
 

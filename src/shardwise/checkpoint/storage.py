@@ -114,7 +114,7 @@ def place_of(path: str | os.PathLike[str]) -> Path:
     without_secrets(text, takes_options=False)
     if match[1] not in _PACKAGES:
         known = ", ".join(f"{scheme}://" for scheme in _PACKAGES)
-        raise ConfigError(f"{printable(text)} is no URL of an object store.\n  Use {known} or a path.")
+        raise ConfigError(f"{printable(text)} is not a URL of an object store.\n  Use {known} or a path.")
     return Url(text)
 
 

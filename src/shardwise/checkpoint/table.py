@@ -157,7 +157,7 @@ class Table:
     def _tensor_problem(self) -> str | None:
         if not all(self.names) or not "".join(self.names).isprintable() or max(map(len, self.names), default=0) > 1024:
             odd = next(name for name in self.names if not name or not name.isprintable() or len(name) > 1024)
-            return f"{odd[:80]!r} is no name for a tensor"
+            return f"{odd[:80]!r} is not a name for a tensor"
         if len(self.numbers) < len(self.names):
             twice = next(name for number, name in enumerate(self.names) if self.numbers[name] != number)
             return f"{twice}: it is listed twice"
@@ -252,7 +252,7 @@ class Table:
         if sum(max(1, len(slices)) for slices in partitions.slices) != len(partitions.num_rows):
             raise ValueError(f"its partitions have another number of slices than {len(partitions.num_rows)}")
         if any(len(cut) % 2 == 0 for slices in partitions.slices for cuts in slices for cut in cuts):
-            raise ValueError("a cut is no dimension with ranges")
+            raise ValueError("a cut is not a dimension with ranges")
         if max(tensors.partition, default=-1) >= len(partitions.slices):
             raise ValueError(f"a tensor has a partition beyond {len(partitions.slices) - 1}")
         runs = np.array(partitions.runs, dtype=np.int64).reshape(-1, 3)
@@ -302,7 +302,7 @@ def slice_problems(whole: Extent, slices: Sequence[Cuts], lengths: Sequence[int]
 def extent_problem(extent: Extent) -> str | None:
     """Return why an extent is invalid, or ``None``."""
     if not extent.name or len(extent.name) > 1024 or not extent.name.isprintable():
-        return f"{extent.name[:80]!r} is no name for a tensor"
+        return f"{extent.name[:80]!r} is not a name for a tensor"
     if extent.dtype not in ITEM_BYTES:
         return f"{extent.name}: dtype {extent.dtype!r} is unknown"
     problem = cuts_problem(extent)
@@ -311,7 +311,7 @@ def extent_problem(extent: Extent) -> str | None:
     if not 0 <= extent.start <= extent.stop <= extent.slice_numel:
         part = f"slice {describe_cuts(extent.shape, extent.cuts)} of " if extent.cuts else ""
         return (
-            f"{extent.name}: elements {extent.start} to {extent.stop} are no range of {part}a tensor of shape"
+            f"{extent.name}: elements {extent.start} to {extent.stop} are not a range of {part}a tensor of shape"
             f" {extent.shape}"
         )
     if extent.stride is not None and len(extent.stride) != len(extent.shape):

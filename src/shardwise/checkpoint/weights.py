@@ -66,7 +66,8 @@ class WeightFiles:
             except (OSError, RefusedError, ValueError, KeyError, TypeError, RecursionError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 raise CheckpointError(
-                    f"{path} is no safetensors file that can be read: {reason}.\n  Copy or download the folder again."
+                    f"{path} is not a safetensors file that can be read: {reason}.\n"
+                    "  Copy or download the folder again."
                 ) from None
             digest.update(json.dumps([name, header, num_bytes], sort_keys=True).encode())
         return cls(tensors, digest.digest(), {}, {}) if tensors else None

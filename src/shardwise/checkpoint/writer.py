@@ -213,7 +213,7 @@ class _Save:
         def local() -> dict[str, Any]:
             fault.at("save_begin", self.step)
             if len(self.run_id) > 256 or not self.run_id.isprintable():
-                raise CheckpointError(f"{self.run_id!r} is no name for a run")
+                raise CheckpointError(f"{self.run_id!r} is not a name for a run")
             self._check_tensors(tensors)
             self.data = plain.pack(data)
             linked = frozen if self._shared(f"-r{self.comm.rank:05d}.safetensors") else ()

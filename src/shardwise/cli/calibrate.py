@@ -49,7 +49,7 @@ def calibrate(
     if unknown:
         raise ConfigError(f"--dtypes: {', '.join(unknown)}; expected some of fp32, bf16, fp16.")
     if out.suffix != ".json":
-        raise ConfigError(f"--out {printable(out)}: expected a name that ends in .json, by which plan tells it apart.")
+        raise ConfigError(f"--out {printable(out)}: expected a name that ends in .json, by which plan recognizes it.")
     world = read_world()
     if world.source == "alone":
         check_writable(out)

@@ -159,7 +159,7 @@ def converted(file: Path, *, model: str | None = None, data: str | None = None) 
     if kind is None:
         known = "; ".join(f"{name}: {', '.join(sorted(marks))}" for name, (_, marks) in MARKS.items())
         raise ConfigError(
-            f"{printable(file)} is no configuration of {', '.join(MARKS)}.\n  Their keys are {known}."
+            f"{printable(file)} is not a configuration of {', '.join(MARKS)}.\n  Their keys are {known}."
             f"\n  One of shardwise needs no conversion: shardwise validate {printable(file)}"
         )
     made = Conversion(dict(_flat(values)))
@@ -168,7 +168,7 @@ def converted(file: Path, *, model: str | None = None, data: str | None = None) 
     if kind == "Accelerate" and (other := made.given.get("deepspeed_config.deepspeed_config_file")):
         path = next((path for path in (file.parent / str(other), Path(str(other))) if path.is_file()), None)
         if path is None:
-            made.note("none", _shown("deepspeed_config_file", other), "there is no such file: convert it by itself")
+            made.note("none", _shown("deepspeed_config_file", other), "there is no such file: convert it separately")
         else:
             inner = Conversion(dict(_flat(read_document(path).values)), made.made, made.why, made.notes)
             inner.take("DeepSpeed")

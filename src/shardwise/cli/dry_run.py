@@ -172,7 +172,7 @@ def _from_preset(name: str) -> _Subject:
 
     if name not in PRESETS:
         raise ConfigError(
-            f"{printable(name)!r} is no built-in model, and no configuration or folder that is there.\n"
+            f"{printable(name)!r} is not a built-in model, and no configuration or folder that is there.\n"
             f"  Built in: {', '.join(PRESETS)}."
         )
     return _Subject(lambda: gpt(name), PRESETS[name].seq_len)

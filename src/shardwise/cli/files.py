@@ -134,7 +134,7 @@ def import_(
     """
     if not trust:
         raise typer.BadParameter(
-            f"reading {source} executes code: its .metadata is a pickle, as are the values in it that are no tensors."
+            f"reading {source} executes code: its .metadata is a pickle, as are the values in it that are not tensors."
             " Give --trust if you know who wrote the folder.",
             param_hint="--trust",
         )

@@ -41,7 +41,7 @@ def _run(text: str, first: Estimate, workload: Workload, fixed: dict[str, Any]) 
         tokens_per_s = float(speed)
     except ValueError:
         raise ConfigError(
-            f"--measured {text}: {speed!r} is no number of tokens/s, and no folder of a run.\n"
+            f"--measured {text}: {speed!r} is not a number of tokens/s, and no folder of a run.\n"
             "  Write for example --measured 41000, or --measured 41000,strategy=zero3,micro_batch=1."
         ) from None
     given = read_fixed(fields, _OTHERS)
@@ -67,7 +67,9 @@ def read_fixed(given: list[str], others: Container[str] = ()) -> dict[str, Any]:
         try:
             fixed[name.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise ConfigError(f"--fix {text}: {value!r} is no value.\n  Write it as in a configuration file.") from None
+            raise ConfigError(
+                f"--fix {text}: {value!r} is not a value.\n  Write it as in a configuration file."
+            ) from None
     check_fixed({name: value for name, value in fixed.items() if name not in others})
     return fixed
 

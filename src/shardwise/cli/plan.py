@@ -314,7 +314,7 @@ def find_subject(model: str | None, spec: str | None = None) -> Subject:
     hint = did_you_mean(plain_name(model), known) or f" Known are: {', '.join(known)}."
     other = f" ({how_to_fetch(model)})" if is_hub_name(model) else ""
     raise ConfigError(
-        f"{model!r} is no model that is known, and no file or folder that is there.\n {hint}\n"
+        f"{model!r} is not a model that is known, and no file or folder that is there.\n {hint}\n"
         f"  Any other model: the path of its folder with a config.json, or its name on the Hugging Face hub{other}."
     )
 

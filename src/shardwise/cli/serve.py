@@ -167,7 +167,7 @@ def _serve(asked: _Asked, trained: Trained, world: World) -> int:
             api_key = os.environ.get(_API_KEY) or None
             if api_key is None and not is_loopback(asked.host):
                 sys.stderr.write(
-                    f"shardwise: whoever reaches {asked.host} can use the model; set {_API_KEY} to ask for a key\n"
+                    f"shardwise: anyone who reaches {asked.host} can use the model; set {_API_KEY} to ask for a key\n"
                 )
             processes = f", {world.size} processes" if world.size > 1 else ""
             serve(

@@ -247,7 +247,7 @@ def read(path: Path) -> dict[str, Any]:
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ConfigError(
-            f"gpu={printable(path)} is no file of `shardwise calibrate`: expected JSON with format {FORMAT!r}.\n"
+            f"gpu={printable(path)} is not a file of `shardwise calibrate`: expected JSON with format {FORMAT!r}.\n"
             f"  Run `shardwise calibrate --out {printable(path)}`."
         )
     try:

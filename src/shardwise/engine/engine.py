@@ -387,7 +387,7 @@ class Engine:
         if self.backward.is_under_way and unit.updated_in == self.backward.generation:
             raise StateError(
                 f"backward came back to unit {unit.name!r} after its parameters had been updated: a value left the unit"
-                " otherwise than through its outputs.\n"
+                " without passing through its outputs.\n"
                 "  Return the value from the unit's forward, or do without sw.optimizer_in_backward()."
             )
         unit.move_to(State.UNSHARDING)
@@ -777,7 +777,7 @@ class Engine:
                 when = "after unit {!r} had been updated" if is_there else "while unit {!r} was not gathered"
                 raise StateError(
                     f"a gradient for {strays[0].name!r} (logical shape {list(strays[0].shape)}) arrived"
-                    f" {when.format(unit.name)}: a value left the unit otherwise than through its outputs.\n"
+                    f" {when.format(unit.name)}: a value left the unit without passing through its outputs.\n"
                     "  Return the value from the unit's forward, or wrap the module that uses it as well."
                 )
             if strays or (self.window.syncs and any(group.gradient.is_local for group in trained)):

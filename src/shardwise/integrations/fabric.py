@@ -193,7 +193,7 @@ class ShardwiseFabricStrategy(DDPStrategy):
             return {}
         if isinstance(state, torch.optim.Optimizer) or not (source / _REST).is_file():
             raise CheckpointError(
-                f"{source} is no folder of fabric.save(), or an optimizer alone is to be read from it.\n"
+                f"{source} is not a folder of fabric.save(), or an optimizer alone is to be read from it.\n"
                 "  fabric.load(path, {'model': model, 'optimizer': optimizer}) reads such folders;"
                 " fabric.load_raw(path, model) reads a file with a plain model's state dict."
             )

@@ -45,7 +45,7 @@ def check_axes(model: nn.Module, trainer: str) -> None:
 def _check_degree(axis: str, degree: int, trainer: str) -> None:
     if degree > 1:
         raise PlanError(
-            f"{axis}={degree}: {trainer} gives every rank samples of its own.\n"
+            f"{axis}={degree}: {trainer} gives every rank different samples.\n"
             "  Use a data-parallel plan here, or `shardwise train` and sw.train_step for tp, pp and cp."
         )
 

@@ -273,8 +273,8 @@ def _states(checkpoint: str) -> Path:
     folder = Path(checkpoint) / _FOLDER
     if not (folder.parent / TRAINER_STATE_NAME).is_file():
         raise sw.CheckpointError(
-            f"{checkpoint} is no checkpoint, or its save was not finished: it holds no {TRAINER_STATE_NAME}, which is"
-            " written last.\n  Resume from an earlier checkpoint-*, or remove this folder:"
+            f"{checkpoint} is not a checkpoint, or its save was not finished: it holds no {TRAINER_STATE_NAME}, which"
+            " is written last.\n  Resume from an earlier checkpoint-*, or remove this folder:"
             " resume_from_checkpoint=True then finds the one before."
         )
     if not folder.is_dir():

@@ -99,7 +99,7 @@ def _ends(
             text = f"killed by {signal_name(number)}"
             ends.append((order, time_s, rank, Cause(128 + number, rank, text, None, number)))
         elif status > 0:
-            ends.append((1, time_s, rank, Cause(status, rank, f"left with exit code {status} without a word")))
+            ends.append((1, time_s, rank, Cause(status, rank, f"left with exit code {status} without a message")))
     return ends
 
 

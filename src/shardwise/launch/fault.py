@@ -91,7 +91,7 @@ def parse(text: str) -> list[Fault]:
     for part in filter(None, text.split(";")):
         match = _FAULT.fullmatch(part.strip())
         if match is None or match["point"] not in POINTS + STORE_POINTS:
-            raise ValueError(f"{FAULT}: {part!r} is no fault. Points: {', '.join(POINTS + STORE_POINTS)}")
+            raise ValueError(f"{FAULT}: {part!r} is not a fault. Points: {', '.join(POINTS + STORE_POINTS)}")
         conditions = dict(item.split("=") for item in match["conditions"].split("@")[1:])
         if set(conditions) - {"rank", "step", "attempt"}:
             raise ValueError(f"{FAULT}: {part!r} has another condition than rank, step and attempt")

@@ -52,7 +52,7 @@ def _check_bits(optimizer: torch.optim.Optimizer) -> None:
     if any((owner := group_of(parameter)) is not None and owner.row.shards_optimizer for parameter in given):
         raise StateError(
             f"bitsandbytes' {cls.__name__} keeps its state in blocks of 8 bit, with one scale each, and chooses by a"
-            " tensor's size which state is kept so: on shards it would round otherwise than on whole parameters, and"
+            " tensor's size which state is kept so: on shards it would round differently than on whole parameters, and"
             " its state could not be saved by name.\n"
             "  Use torchao.optim.AdamW8bit, or a 32-bit optimizer (bitsandbytes' with optim_bits=32, torch's with"
             " fused=True); offload_policy='cpu' keeps the state on the host. Under strategy='ddp' it works as it is."

@@ -120,7 +120,7 @@ def _chosen(given: nn.Module | Tensor | Iterable[nn.Module | Tensor]) -> dict[En
             raise StateError(
                 f"sw.clip_grad_norm() got a parameter of shape {list(parameters[0].shape)} that is in no parallelized"
                 " model.\n"
-                "  Pass parameters of models that sw.parallelize() has returned, and clip others by themselves."
+                "  Pass parameters of models that sw.parallelize() has returned, and clip other parameters separately."
             )
         for engine in engines:
             found.setdefault(engine, set()).update(map(id, parameters))

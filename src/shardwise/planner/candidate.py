@@ -115,7 +115,7 @@ def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
     for name in fixed:
         if name not in known:
             hint = did_you_mean(name, known) or f" Fields are: {', '.join(known)}."
-            raise ConfigError(f"{name!r} cannot be fixed: it is no field of a plan.\n {hint}")
+            raise ConfigError(f"{name!r} cannot be fixed: it is not a field of a plan.\n {hint}")
     held = dict(fixed)
     if isinstance(strategy := held.get("strategy"), str):
         held["strategy"] = canonical_name(strategy)

@@ -48,7 +48,7 @@ def regime(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Wo
     if workload.seq_len > _LONG:
         return "long context"
     if workload.seq_len == 1 or workload.micro_batch * workload.seq_len < _LITTLE * plan.cp * plan.tp:
-        return "little work per GPU" if workload.seq_len > 1 else "samples that are no sequences"
+        return "little work per GPU" if workload.seq_len > 1 else "samples that are not sequences"
     return "dense, one node" if cluster.num_gpus <= cluster.gpus_per_node else "dense, many nodes"
 
 
@@ -292,8 +292,8 @@ def odd_sizes(made: Planned) -> Iterator[str]:
         else ("layer's width", f"If that is a vocabulary, {padding} of transformers pads it.")
     )
     yield (
-        f"A {whose} of {size:,} is no multiple of {multiple}, which is slow on a GPU; with {round_up(size, multiple):,}"
-        f" a step would take {seconds(other.step_time_s)}. {advice}"
+        f"A {whose} of {size:,} is not a multiple of {multiple}, which is slow on a GPU; with"
+        f" {round_up(size, multiple):,} a step would take {seconds(other.step_time_s)}. {advice}"
     )
 
 

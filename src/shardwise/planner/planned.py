@@ -168,7 +168,7 @@ def _check_batch(plan: ParallelPlan, workload: Workload, num_replicas: int) -> N
     if workload.global_batch % at_once:
         below = workload.global_batch // at_once * at_once
         raise PlanError(
-            f"global_batch={workload.global_batch} is no multiple of micro_batch={workload.micro_batch} *"
+            f"global_batch={workload.global_batch} is not a multiple of micro_batch={workload.micro_batch} *"
             f" {num_replicas} data-parallel ranks = {at_once}.\n  Set global_batch={below or at_once}"
             + (f" or {below + at_once}." if below else ".")
         )

@@ -143,7 +143,7 @@ def _parsed(body: bytes) -> Any:
         value = json.loads(body)
         json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates, which no tokenizer accepts
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {error}") from None
+        raise RequestError(f"the body is not JSON: {error}") from None
     return value
 
 

@@ -73,7 +73,7 @@ def write_repository(
         CheckpointError: A file is damaged.
     """
     if not name or name in {".", ".."} or "/" in name or not name.isprintable():
-        raise ConfigError(f"{printable(name)!r} is no name of a folder.\n  Name the model: --name NAME.")
+        raise ConfigError(f"{printable(name)!r} is not a name of a folder.\n  Name the model: --name NAME.")
     whole = folder / name
     if whole.exists():
         raise ConfigError(f"{printable(whole)} exists.\n  Name another repository, or the model: --name NAME.")

@@ -126,9 +126,9 @@ class _Answer:
         try:
             parameters = json.loads(self._input(request, "sampling_parameters", b"{}") or b"{}")
         except ValueError as error:
-            raise RequestError(f"sampling_parameters is no JSON: {error}") from None
+            raise RequestError(f"sampling_parameters is not JSON: {error}") from None
         if not isinstance(parameters, dict):
-            raise RequestError("sampling_parameters is no JSON object")
+            raise RequestError("sampling_parameters is not a JSON object")
         asked = read_completion({**parameters, "model": served.name, "prompt": prompt}, served)
         if asked.num_top is not None or asked.has_echo:
             raise RequestError("logprobs and echo are not supported in Triton: leave them out")

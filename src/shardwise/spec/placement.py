@@ -53,7 +53,7 @@ class Placements:
             except ValueError:
                 choices = ", ".join(Placement)
                 raise PlacementError(
-                    f"Placements({field}={value!r}) is no placement.\n  Use one of: {choices}."
+                    f"Placements({field}={value!r}) is not a placement.\n  Use one of: {choices}."
                 ) from None
         row = (self.parameter, self.gradient, self.optimizer)
         if row not in _LEGAL_ROWS:

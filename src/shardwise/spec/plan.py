@@ -305,7 +305,7 @@ class ParallelPlan:
         if self.row_sharded and others:
             yield (
                 f"row_sharded={list(self.row_sharded)} with {', '.join(others)}: rows are spread over data-parallel"
-                " ranks, each with samples of its own.\n"
+                " ranks, each with different samples.\n"
                 "  Leave row_sharded out, or use dp_shard and dp_replicate alone."
             )
         if self.row_sharded and self.compile:

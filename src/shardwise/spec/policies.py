@@ -248,7 +248,7 @@ class PrecisionPolicy:
                 name = None
             if name not in FLOATING:
                 raise PlanError(
-                    f"PrecisionPolicy({field}={value!r}) is no floating-point dtype.\n"
+                    f"PrecisionPolicy({field}={value!r}) is not a floating-point dtype.\n"
                     f"  Use one of: {', '.join(FLOATING)}, or None."
                 )
             object.__setattr__(self, field, name)
@@ -342,7 +342,7 @@ class RecomputePolicy:
         for name in names:
             if not isinstance(name, str) or not (name in OPERATOR_FAMILIES or "." in name):
                 raise PlanError(
-                    f"RecomputePolicy(save=...): {name!r} is no operator.\n"
+                    f"RecomputePolicy(save=...): {name!r} is not an operator.\n"
                     f"  Use {', '.join(map(repr, OPERATOR_FAMILIES))}, or names such as 'aten.gelu'."
                 )
         object.__setattr__(self, "save", names)
@@ -377,7 +377,7 @@ def _policy_of_modules(kind: type[_OfModules], value: object, field: str, usage:
     if isinstance(value, WrapPolicy):
         return kind(modules=value)
     if not isinstance(value, Mapping):
-        raise PlanError(f"{field}={value!r} is no policy.\n{usage}")
+        raise PlanError(f"{field}={value!r} is not a policy.\n{usage}")
     if any(key in field_names(kind) for key in value):
         return from_fields(kind, value, field)
     return kind(modules=_named_modules(value, field, usage))
@@ -614,7 +614,7 @@ def _precision(value: Any, name: str) -> PrecisionPolicy:
     if getattr(value, "keep_low_precision_grads", False):
         raise PlanError(
             f"torch's {name}(keep_low_precision_grads=True): gradients have the dtype of the masters here.\n"
-            "  Leave it out; reduce_dtype says in which dtype they travel."
+            "  Leave it out; reduce_dtype sets the dtype of the reduction."
         )
     casts_inputs = value.cast_forward_inputs or getattr(value, "cast_root_forward_inputs", False)
     dtypes = {

@@ -151,7 +151,7 @@ def create(directory: Path) -> None:
     """Create the folder and its subfolders, and check that they are writable."""
     if not directory.name.isprintable() or len(directory.name) > _LONGEST_NAME:
         raise ConfigError(
-            f"{printable(directory.name)} is no name for a run's folder: expected at most {_LONGEST_NAME} characters"
+            f"{printable(directory.name)} is not a name for a run's folder: expected at most {_LONGEST_NAME} characters"
             " that can be printed.\n  Name another one with --run-dir or in sw.Run."
         )
     try:

@@ -102,7 +102,7 @@ def keep_batch(raw: RawConfig, directory: Path | None, world: World) -> RawConfi
     batch, problems = batch_in(kept, world.size, world.ranks_per_machine)
     if batch is None:
         raise ConfigError(
-            f"the run in {printable(directory)} does not go on in a world of {world.size}"
+            f"the run in {printable(directory)} does not continue in a world of {world.size}"
             f" rank{'s' if world.size > 1 else ''}: {'; '.join(problems)}.\n  {_advice(kept, world)}"
         )
     return kept
@@ -114,7 +114,7 @@ def _advice(raw: RawConfig, world: World) -> str:
     if not fitting:
         return "No number of machines like this one fits. Continue with --resume and another parallel section."
     near = sorted(sorted(fitting, key=lambda size: abs(size - world.size))[:4])
-    return f"It goes on with {_listed(near)} ranks: continue with --resume on as many, or let --nnodes name them."
+    return f"It continues with {_listed(near)} ranks: continue with --resume on as many, or let --nnodes name them."
 
 
 def _listed(numbers: Sequence[int]) -> str:

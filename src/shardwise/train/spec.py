@@ -114,7 +114,9 @@ class TrainSpec:
         if "loss" in self.metrics:
             wrong.append("metrics['loss']: eval_loss is the held-out loss; name it otherwise")
         wrong += [
-            f"callbacks: {_shown(each)} is no sw.Callback" for each in self.callbacks if not isinstance(each, Callback)
+            f"callbacks: {_shown(each)} is not an sw.Callback"
+            for each in self.callbacks
+            if not isinstance(each, Callback)
         ]
         if self.eval_data is not None and self.data is None:
             wrong.append("eval_data without data: samples of both are collated alike; give both")

@@ -212,7 +212,7 @@ def find_trained(path: Path) -> Trained:
         what = "there is no such folder" + (f" ({how_to_fetch(str(path))})" if is_hub_name(str(path)) else "")
     name = "Name a run's folder (runs/demo), a step-* folder in its checkpoints, or a folder with config.json."
     raise CheckpointError(
-        f"{printable(path)} is no run, checkpoint or Hugging Face folder: {what}.\n"
+        f"{printable(path)} is not a run, checkpoint or Hugging Face folder: {what}.\n"
         f"  {deepspeed_advice(each.name for each in path.glob('*')) or name}"
     )
 

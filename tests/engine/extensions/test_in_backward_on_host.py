@@ -1,4 +1,4 @@
-"""The optimizer's step inside backward for what is in host memory: a thread makes it while backward goes on."""
+"""The optimizer's step inside backward for what is in host memory: a thread makes it while backward continues."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_what_is_no_whole_is_refused_on_every_rank():
     outcome = run_in_threads(body, 3)
     assert {type(error) for error in outcome} == {StateError}
     expected = (
-        "what the ranks hold does not make the whole model:\n"
+        "the parts on the ranks do not make up the whole model:\n"
         "  b: of shape [5] on one rank, [4] on another\n"
         "  a: no rank holds elements 1 to 2\n"
         "  a: no rank holds elements 5 to 6\n"

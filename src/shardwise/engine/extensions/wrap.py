@@ -58,7 +58,7 @@ def find_units(model: nn.Module, policy: str | WrapPolicy) -> dict[str, nn.Modul
     if isinstance(policy, WrapBySize):
         return _by_size(model, policy)
     raise PlanError(
-        f"auto_wrap_policy={policy!r} is no policy.\n"
+        f"auto_wrap_policy={policy!r} is not a policy.\n"
         "  Use 'auto', 'none', sw.wrap_by_class(...), sw.wrap_by_size(...) or sw.wrap_by_name(...)."
     )
 

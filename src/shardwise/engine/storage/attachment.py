@@ -101,7 +101,7 @@ def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine
                 " (after sw.fully_shard() of parts, sw.fully_shard() of that module)."
             )
         elif inner:
-            advice = f"Its {next(iter(inner.values()))!r} is; pass that module, without what is wrapped around it."
+            advice = f"Its {next(iter(inner.values()))!r} is; pass that module, without the wrapper around it."
         elif is_part:
             advice = "Pass the whole model, which sw.parallelize() has returned."
         raise StateError(f"{call} got a {type(module).__name__} that {what}.\n  {advice}")

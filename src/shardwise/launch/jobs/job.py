@@ -127,8 +127,8 @@ def kubernetes(job: Job, *, image: str, volume: Volume) -> str:
     name = re.sub(r"[._]", "-", job.name.lower()).strip("-")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or len(name) > _LONGEST_NAME:
         raise ConfigError(
-            f"name={printable(job.name)} is no name for Kubernetes: expected a letter, then letters, digits and dashes,"
-            f" at most {_LONGEST_NAME}.\n  Add --set name=run-1."
+            f"name={printable(job.name)} is not a name for Kubernetes: expected a letter, then letters, digits and"
+            f" dashes, at most {_LONGEST_NAME}.\n  Add --set name=run-1."
         )
     return _written("kubernetes.yaml", job, name=name, image=image, volume=volume, begin=_begin(job, volume))
 
@@ -158,7 +158,7 @@ def _begin(job: Job, volume: Volume) -> str:
     return (
         f"run_dir={shlex.quote(job.folder_in(volume))}\n"
         "again=\n"
-        f'[ ! -e "$run_dir/{CONFIG}" ] || again="--resume --take-over"  # started again: the run goes on'
+        f'[ ! -e "$run_dir/{CONFIG}" ] || again="--resume --take-over"  # started again: the run continues'
     )
 
 

@@ -327,7 +327,7 @@ def _replace_call(module: nn.Module, reference: weakref.ref[Stages], called: Sta
 
 def _not_whole(what: str) -> StateError:
     return StateError(
-        f"{what} was called, but this rank holds some of its pipeline stages only.\n"
+        f"{what} was called, but this rank holds only some of its pipeline stages.\n"
         "  Call sw.train_step(model, batch, ...) on every rank, or sw.eval_step where nothing is trained."
     )
 

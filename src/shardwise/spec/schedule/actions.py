@@ -212,7 +212,7 @@ def check_done(name: str, sends: str, left: Sequence[Sequence[Action]]) -> None:
     if waiting:
         raise PlanError(
             f"schedule {name!r} does not end with {sends} sends: ranks wait for each other.\n"
-            f"  They stand at: {'; '.join(waiting)}."
+            f"  They wait at: {'; '.join(waiting)}."
         )
 
 

@@ -32,7 +32,7 @@ def find_shape(source: object, name: str = "") -> ModelShape:
         if isinstance(content, Mapping):
             return from_config(content, name)
     raise ConfigError(
-        f"ModelShape.from_config: a {type(source).__name__} is no description of a model.\n"
+        f"ModelShape.from_config: a {type(source).__name__} is not a description of a model.\n"
         "  Give a well-known name, a Hugging Face folder, the path or content of a config.json, a configuration object"
         " of transformers or a GPTConfig; a module goes to sw.trace_model(module, example_batch)."
     )

@@ -97,7 +97,7 @@ def _source(
     separates = config.data.separate_documents and source.kind != "random"
     needs = source.kind in {"text", "records"} or separates or (reads and task.name == MASKED)
     if not has_own and (config.data.tokenizer is not None or needs):
-        message = f"{name!r} is no folder with a tokenizer (tokenizer.json, vocab.json, ...); name one, or 'bytes'"
+        message = f"{name!r} is not a folder with a tokenizer (tokenizer.json, vocab.json, ...); name one, or 'bytes'"
         raw.refuse("data", "tokenizer", message)
     if needs and (name != BYTES or source.kind == "records" or source.content or separates or task.name == MASKED):
         tokenizer = find_tokenizer(name)

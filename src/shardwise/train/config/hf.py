@@ -104,7 +104,7 @@ def _read(folder: Path) -> dict[str, Any]:
     if not isinstance(held, dict):
         raise NotTrainedError(f"{path} is not a configuration: expected a mapping")
     if not str(held.get("model_type")).isprintable():
-        raise NotTrainedError(f"{path}: model_type is {printable(held['model_type'])!r}, which is no name")
+        raise NotTrainedError(f"{path}: model_type is {printable(held['model_type'])!r}, which is not a name")
     if "auto_map" in held:
         raise NotTrainedError(f"{path}: it has an auto_map: the model needs code of its own, which is never run")
     parts = [held, *(value for value in held.values() if isinstance(value, dict))]  # the parts for text and vision

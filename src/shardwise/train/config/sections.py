@@ -235,7 +235,7 @@ class OptimizerSection(Section):
     in_backward: bool = Field(
         default=False,
         description="update each unit inside backward: gradients exist for one unit at a time, and with offload_policy "
-        "the host updates while backward goes on; the same numbers. Needs train.clip_grad_norm: null, no fp16, not "
+        "the host updates while backward continues; the same numbers. Needs train.clip_grad_norm: null, no fp16, not "
         "muon, and one microbatch per step (any number with offload_policy: cpu)",
     )
 
@@ -569,7 +569,9 @@ def _read_chain(path: Path, seen: tuple[Path, ...]) -> Document:
             "  Copy it there, or start from a folder that holds both files."
         )
     if not base.is_file():
-        raise ConfigError(f"{where}: extends names {name!r}, which is no file.\n  The path is relative to {path.name}.")
+        raise ConfigError(
+            f"{where}: extends names {name!r}, which is not a file.\n  The path is relative to {path.name}."
+        )
     below = _read_chain(base, chain)
     _lay(below, document)
     return below
@@ -673,7 +675,7 @@ def _explain(path: tuple[str, ...], details: Sequence[Any], got: Any) -> str:
     if kind == "model_type":
         return f"expected the fields of {'a source' if path[:2] == _MIX else f'section {key}'}, got {got!r}"
     if path == ("name",):
-        return f"{got!r} is no name of a run: 1 to 100 letters, digits, dots, dashes or underscores"
+        return f"{got!r} is not a name of a run: 1 to 100 letters, digits, dots, dashes or underscores"
     choices = re.findall("'(.*?)'", " ".join(detail.get("ctx", {}).get("expected", "") for detail in details))
     expected = " or ".join(dict.fromkeys(detail["msg"].removeprefix("Input should be ") for detail in details))
     return f"expected {expected}, got {got!r}.{did_you_mean(str(got), choices)}"

@@ -67,7 +67,7 @@ class GivenSamples(Dataset[Any]):
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """Not supported, because items are not rows of tokens; see :meth:`batch`."""
-        raise StateError(f"samples {[*indices]} of a user's data set are no rows of tokens")
+        raise StateError(f"samples {[*indices]} of a user's data set are not rows of tokens")
 
     def num_targets(self, indices: Iterable[int]) -> None:
         """Return ``None``: a user's loss counts its own targets."""

@@ -75,7 +75,7 @@ def read_rows(source: Source) -> Rows:
         else:
             for place, row in readers.get(ending(file), _table)(file):
                 if not isinstance(row, dict):
-                    raise _unreadable(place, "it is no JSON object, which a row is")
+                    raise _unreadable(place, "it is not a JSON object, which a row is")
                 yield place, row
 
 

@@ -240,7 +240,7 @@ def _spaced(items: Sequence[T]) -> list[T]:
 
 def text_among_tokens(file: Path, name: str) -> DataError:
     """Return the error for a file without token ids among token files."""
-    return DataError(f"{file}: a text file beside token files in {name!r}.\n  Keep them in separate folders.")
+    return DataError(f"{file}: a text file among token files in {name!r}.\n  Keep them in separate folders.")
 
 
 def ending(file: Path) -> str:

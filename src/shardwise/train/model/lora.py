@@ -54,7 +54,7 @@ def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = T
         unlike = [name for name, p in model.named_parameters() if f".{NAME}" in name and p.is_meta]
         if unlike:
             raise ConfigError(
-                f"lora.targets={section.targets!r}: {printable(unlike[0])} is no factor of a linear layer.\n"
+                f"lora.targets={section.targets!r}: {printable(unlike[0])} is not a factor of a linear layer.\n"
                 "  Leave embeddings out."
             )
         if section.adapter is not None:

@@ -135,7 +135,7 @@ def refuse_gaps(reports: Sequence[Report]) -> None:
         problems += coverage_problems(name, extent.shape, ranges)
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems[:12])
-        raise StateError(f"what the ranks hold does not make the whole model:\n{shown}")
+        raise StateError(f"the parts on the ranks do not make up the whole model:\n{shown}")
 
 
 def coverage_problems(
