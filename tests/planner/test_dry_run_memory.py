@@ -15,12 +15,15 @@ from shardwise.planner.memory import memory_on
 MODEL = {"num_layers": 6, "hidden": 256, "num_heads": 4, "vocab_size": 2048, "seq_len": 256, "tied": False}
 FEW_WORDS = {**MODEL, "vocab_size": 64}
 WORLD = 8
+NARROW = sw.PrecisionPolicy(param_dtype="bf16", reduce_dtype="bf16")
 LAYERS = {"strategy": "zero3", "auto_wrap_policy": {"by_class": ["Block", "Linear"]}}
 
 #: Model, plan, samples of a microbatch, microbatches, dtype.
 CASES = [
     (MODEL, {"strategy": "ddp"}, 1, 1, "bf16"),
     (MODEL, {"strategy": "zero1"}, 1, 2, "bf16"),
+    (MODEL, {"strategy": "zero1", "mp_policy": NARROW}, 1, 1, "bf16"),
+    (MODEL, {"strategy": "ddp", "mp_policy": NARROW}, 1, 2, "bf16"),
     (MODEL, {"strategy": "zero2"}, 1, 1, "fp32"),
     (MODEL, {"strategy": "shard_grad_op"}, 1, 1, "bf16"),
     (MODEL, {"strategy": "hsdp", "dp_shard": 4}, 1, 1, "bf16"),
@@ -91,11 +94,10 @@ CASES = [
 @pytest.mark.parametrize(("overrides", "options", "micro", "count", "dtype"), CASES)
 def test_the_peak_from_the_shape_is_that_of_the_dry_run(overrides, options, micro, count, dtype):
     config = sw.models.gpt("gpt-tiny", device="meta", **overrides).config
-    policy = None if dtype == "fp32" else sw.PrecisionPolicy(param_dtype=dtype)
-    options = dict(options)
+    options = {"mp_policy": None if dtype == "fp32" else sw.PrecisionPolicy(param_dtype=dtype), **options}
     if "pipeline" in options:
         options["pipeline"] = {"schedule": options["pipeline"], "num_microbatches": count}
-    plan = sw.ParallelPlan(mp_policy=policy, **options)
+    plan = sw.ParallelPlan(**options)
     tokens_BT = torch.empty(micro, config.seq_len, dtype=torch.int64, device="meta")
     mesh = plan.mesh(WORLD)
     peaks = [

@@ -135,7 +135,8 @@ class GradientStorage:
         if kept is None:
             return self._make(is_filled=is_filled)
         self.tensor, self.plain, self.views, self.full, self.flats, self._holders = kept
-        allocate(self._memory)
+        for flat in self._memories:
+            allocate(flat)
         if is_filled and self._memory is self.tensor:
             self.tensor.zero_()
         return self.tensor
@@ -145,6 +146,11 @@ class GradientStorage:
         """The allocation of which :attr:`tensor` is all or a part."""
         assert self.tensor is not None
         return self.tensor if self.full is None or self.is_apart else self.full.memory
+
+    @property
+    def _memories(self) -> list[Tensor]:
+        """That memory, and the buffer that is reduced where it is apart."""
+        return [self._memory, self.full.memory] if self.full is not None and self.is_apart else [self._memory]
 
     def _make(self, *, is_filled: bool) -> Tensor:
         group, gradient = self.group, self.group.gradient
@@ -184,7 +190,8 @@ class GradientStorage:
     def free(self) -> None:
         """Free the memory. If the user holds a gradient, it stays theirs, and the next step allocates new memory."""
         if self.tensor is not None and not self.is_lent and self._count_holders() == self._holders:
-            free(self._memory)
+            for flat in self._memories:
+                free(flat)
             self._kept = _Kept(self.tensor, self.plain, self.views, self.full, self.flats, self._holders)
         self.tensor = self.full = None
         self.views, self.plain, self.flats = [], [], []

@@ -383,10 +383,12 @@ def _unit(count: int, blocks: int, parameters: Parameters, rules: Rules, *, dept
         if rules.accumulation == "defer_replicate":
             waits += group.reduce_item_bytes * group.reduce_layout.slice_numel(0)
         if rules.accumulation != "defer_replicate" or group.is_reduced_apart:
-            shard += 0 if group.is_offloaded else group.grad_bytes(0)
+            apart = 0 if group.is_offloaded else group.grad_bytes(0)
+            shard += apart if group.pools_gradients else 0
+            sums += 0 if group.pools_gradients else apart  # allocated together with the full-size buffer
         full = group.reduce_item_bytes * group.reduce_layout.numel
         is_occupied = rules.accumulation == "sharded" and not group.is_reduced_apart  # .grad has the sum so far
         buffer += full if group.pools_gradients or is_occupied else 0
         sums += 0 if group.pools_gradients else full
-        stays += full if group.is_reduced_apart and not group.pools_gradients else 0
+        stays += full if group.is_offloaded and not group.pools_gradients else 0
     return Unit(count, blocks, gathered, gradients, shard, sums, inner, buffer, waits, stays)
