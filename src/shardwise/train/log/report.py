@@ -204,7 +204,7 @@ class Report:
         if done.eval_loss_first and done.eval_loss_final is not None:
             fall = 100 * (done.eval_loss_first - done.eval_loss_final) / abs(done.eval_loss_first)
             losses = f"{done.eval_loss_first:.4f} -> {done.eval_loss_final:.4f}"
-            progress.say(f"held-out loss {losses} ({abs(fall):.0f}% {'lower' if fall > -0.5 else 'higher'})")
+            progress.say(f"held-out loss {losses} ({abs(fall):.0f}% {'lower' if fall >= 0 else 'higher'})")
         names = ", ".join(f"{name} {size(held)}" for name, held in self.predicted_bytes.items() if held)
         total = self.predicted_total
         ratio = f"{peak_bytes / total:.2f} of the prediction" if total and peak_bytes else ""
