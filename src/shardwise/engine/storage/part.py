@@ -449,5 +449,5 @@ def _refusal(name: str, part: Part) -> StateError:
         advice = _where_it_is_whole(part)
     return StateError(
         f"{bare} of {_what(part)} on a parallelized model: this rank holds a part of it, so every rank would get a"
-        f" result of its own.\n  {advice} This rank's part as a plain tensor is tensor.to_local()."
+        f" different result.\n  {advice} This rank's part as a plain tensor is tensor.to_local()."
     )
