@@ -70,7 +70,7 @@ def test_one_process_and_two_say_the_same_of_a_run_its_checkpoint_and_a_hugging_
     assert [len(json.loads(line)["tokens"]) for line in llama.splitlines()] == [6, 6]
 
     for arguments, code, message in [
-        ([str(tmp_path), PROMPTS[0]], 65, "no run, checkpoint or Hugging Face folder: it holds no checkpoints"),
+        ([str(tmp_path), PROMPTS[0]], 65, "not a run, checkpoint or Hugging Face folder: it holds no checkpoints"),
         ([str(tmp_path / "nothing"), PROMPTS[0]], 65, "there is no such folder"),
         ([str(tmp_path / run)], 78, "there is no prompt"),
         ([str(tmp_path / run), "--prompt=" + "x" * 999, "--nproc=2"], 78, "prompt 0 has 999 tokens, and there are"),

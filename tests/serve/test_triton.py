@@ -158,7 +158,7 @@ def test_the_python_model_says_what_generate_says_streamed_and_at_once(folder, t
             (Request("x", sampling_parameters={"echo": True}), "logprobs and echo are not supported in Triton"),
             (Request("x", sampling_parameters={"n": 2}), "a request gets at most 1"),
             (Request("x", sampling_parameters={"max_tokens": 1000}), "there are 64"),
-            (Request("x", sampling_parameters=[1]), "no JSON object"),
+            (Request("x", sampling_parameters=[1]), "not a JSON object"),
             (Request(""), "prompt 0 is empty"),
         ]
         model.execute([long, *(request for request, _ in wrong)])
