@@ -149,7 +149,7 @@ class GradientStorage:
 
     @property
     def _memories(self) -> list[Tensor]:
-        """That memory, and the buffer that is reduced where it is apart."""
+        """That allocation, and with ``is_apart`` the full-size buffer as well."""
         return [self._memory, self.full.memory] if self.full is not None and self.is_apart else [self._memory]
 
     def _make(self, *, is_filled: bool) -> Tensor:
@@ -556,10 +556,10 @@ class Gradient:
         flags = self._flags_in(result)
         # A single rank needs no flags. A dry run (meta tensors) has no other ranks.
         has_doubts = not all(used) and group.facts.num_ranks > 1 and flags.numel() > 0 and not result.is_meta
-        is_flat = group.facts.flat_kinds is not None
-        for index, shard in enumerate(group.shards):
-            if (is_flat and self._is_elsewhere[index]) or not (used[index] or has_doubts):
+        for index in self._with_grad:
+            if not (used[index] or has_doubts):
                 continue
+            shard = group.shards[index]
             grad = shard.grad
             if grad is not None:
                 grad = home.plain[index] if grad is home.views[index] else grad
@@ -575,11 +575,15 @@ class Gradient:
         if self._maybe_unused and not is_home:
             self._flags_in(home.tensor).copy_(flags)
 
+    @property
+    def _with_grad(self) -> list[int]:
+        """Numbers of the parameters whose ``.grad`` is set on this rank."""
+        is_flat = self.group.facts.flat_kinds is not None
+        return [index for index, is_elsewhere in enumerate(self._is_elsewhere) if not (is_flat and is_elsewhere)]
+
     def _put_at_once(self, result: Tensor, into: Tensor) -> bool:
         """As :meth:`_put`, in one operation; returns False unless every shard has this ``.grad``, or none has any."""
-        is_flat = self.group.facts.flat_kinds is not None
-        owned = [index for index, is_elsewhere in enumerate(self._is_elsewhere) if not (is_flat and is_elsewhere)]
-        shards, views = self.group.shards, self.storage.views
+        owned, shards, views = self._with_grad, self.group.shards, self.storage.views
         grads = [shards[index].grad for index in owned]
         if all(grad is None for grad in grads):
             into.copy_(result)

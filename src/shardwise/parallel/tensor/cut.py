@@ -140,7 +140,7 @@ def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
 
     If several patterns match a module, the one with the fewest ``*`` applies, and of these the last.
 
-    Of the known ones a full name, as our tables have, precedes a pattern.
+    In known tables a full name, as in the tables of ``spec.styles``, takes precedence over a pattern.
     """
     modules = dict(model.named_modules())
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
