@@ -40,8 +40,8 @@ from typing import Any, Self
 import torch
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.combine import Combined, described
-from shardwise.checkpoint.manifest import MANIFEST_NAME, decode, encode, file_columns, sealed
+from shardwise.checkpoint.combine import Combined, encode_ranges
+from shardwise.checkpoint.manifest import MANIFEST_NAME, decode, encode, file_columns, with_checksum
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.shard import Piece, layout, shard_name, write_shard
 from shardwise.checkpoint.store import find_latest, retain
@@ -126,7 +126,7 @@ class Opened:
 def save(folder: Path, watch: Watch, held: Callable[[int], list[Extent]], ranks: int, step: int) -> None:
     """Every part of a save on every rank."""
     save_id = secrets.token_hex(8)
-    reports = [watch.time("a rank: report", lambda rank=rank: described(held(rank))) for rank in range(ranks)]
+    reports = [watch.time("a rank: report", lambda rank=rank: encode_ranges(held(rank))) for rank in range(ranks)]
     combined = watch.time("rank 0: combine", lambda: Combined(enumerate(reports)))
     assert not combined.problems, combined.problems[:3]
     columns, slices = combined.table.columns(), list(combined.slice_numbers())
@@ -224,11 +224,11 @@ def _content(ranks: int) -> dict[str, Any]:
 
 
 def _manifest(held: list[list[Extent]]) -> bytes:
-    combined = Combined((rank, described(extents)) for rank, extents in enumerate(held))
+    combined = Combined((rank, encode_ranges(extents)) for rank, extents in enumerate(held))
     assert not combined.problems, combined.problems[:3]
     files = {"bytes": [1] * len(held), "hash": [secrets.token_hex(16) for _ in held]}
     head = {"format": "shardwise-checkpoint", "format_version": 5}
-    return sealed(head | _content(len(held)) | {"files": files, **combined.table.columns()})
+    return with_checksum(head | _content(len(held)) | {"files": files, **combined.table.columns()})
 
 
 def read_manifests(sizes: tuple[int, ...] = (100_000, 200_000, 400_000)) -> dict[str, dict[int, float]]:

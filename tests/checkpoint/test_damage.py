@@ -178,7 +178,7 @@ def rewrite(path: Path, change: Any, *, checksum: bool = True) -> None:
     content = json.loads(file.read_bytes())
     before = content["checksum"]
     content = change(content) or content
-    raw = manifests.sealed(content)
+    raw = manifests.with_checksum(content)
     file.write_bytes(raw if checksum else b'{"checksum":"%s"' % before.encode() + raw[len(b'{"checksum":""') + 64 :])
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.combine import Combined, described
+from shardwise.checkpoint.combine import Combined, encode_ranges
 from shardwise.checkpoint.manifest import MANIFEST_NAME
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.table import Table
@@ -86,7 +86,7 @@ def test_at_1024_ranks_only_rank_0_receives_and_the_manifest_stays_small(tmp_pat
 
 
 def combined(held: dict[int, list[Extent]]) -> Table:
-    found = Combined((rank, described(extents)) for rank, extents in held.items())
+    found = Combined((rank, encode_ranges(extents)) for rank, extents in held.items())
     assert found.problems == []
     return found.table
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.checkpoint.combine import Combined, described
+from shardwise.checkpoint.combine import Combined, encode_ranges
 from shardwise.checkpoint.manifest import Manifest, decode, encode
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import Cut
@@ -37,7 +37,7 @@ def operations(body: Callable[[], Any]) -> int:
 
 
 def encoded(held: Held) -> bytes:
-    combined = Combined((rank, described(extents)) for rank, extents in enumerate(held))
+    combined = Combined((rank, encode_ranges(extents)) for rank, extents in enumerate(held))
     assert combined.problems == []
     files = {"bytes": [1] * len(held), "hash": [f"{rank:032x}" for rank in range(len(held))]}
     head = {"save_id": "0" * 16, "run_id": "r", "step": 1, "world_size": len(held), "data": {}, "frozen": None}
@@ -90,7 +90,7 @@ def test_rank_0_combines_in_time_in_proportion_to_the_entries(make):
     def combine(reports: list[list[str]]) -> None:
         assert Combined(enumerate(reports)).problems == []
 
-    few, many = ([described(extents) for extents in make(count)] for count in (200, 800))
+    few, many = ([encode_ranges(extents) for extents in make(count)] for count in (200, 800))
     combine(few)
     assert operations(lambda: combine(many)) < 5 * operations(lambda: combine(few))
 
@@ -146,7 +146,7 @@ def test_chains_of_slices_are_sums_that_add_up():
         [*held, held[0]],
         [[Extent(each.name, each.shape, each.dtype, 0, 5, cuts=each.cuts) for each in held[0]], *held[1:]],
     ):
-        combined = Combined((rank, described(extents)) for rank, extents in enumerate(wrong))
+        combined = Combined((rank, encode_ranges(extents)) for rank, extents in enumerate(wrong))
         assert len(combined.problems) == 10
 
 
@@ -155,6 +155,6 @@ def test_what_one_rank_calls_frozen_all_ranks_with_pieces_of_it_must():
     frozen: list[set[str]] = [{"w1", "w2"}, {"w1", "w2"}, {"w2"}, {"w1", "w2"}]
     held[1][2] = Extent("w2", (8,), "fp32", 2, 2)  # none of it: what it is called does not matter
     held[0][2] = Extent("w2", (8,), "fp32", 0, 4)
-    combined = Combined((rank, described(extents, frozen[rank])) for rank, extents in enumerate(held))
+    combined = Combined((rank, encode_ranges(extents, frozen[rank])) for rank, extents in enumerate(held))
     assert combined.problems == ["w1: not frozen on rank 2"]
     assert combined.table.frozen == {1, 2}

@@ -134,7 +134,7 @@ def test_what_is_read_is_bounded_and_next_to_what_is_wanted(tmp_path, monkeypatc
     monkeypatch.setattr(shard, "CHUNK_BYTES", 20_000)
     monkeypatch.setattr(shard.folders, "read_at", lambda f, v, o: read.append(v.nbytes) or real(f, v, o))
     for most_between, largest in [(100_000, 20_000), (100, 30 * 4)]:
-        monkeypatch.setattr(shard, "MOST_BYTES_BETWEEN", most_between)
+        monkeypatch.setattr(shard, "MAX_GAP_BYTES", most_between)
         target = torch.zeros(wanted.numel)
         found = open_checkpoint(tmp_path / "s")
         read.clear()

@@ -99,8 +99,8 @@ class Background:
         self.close()
         ours, theirs = socket.socketpair()
         with theirs:
-            words = ["-P", "-m", "shardwise.checkpoint.writing_process", str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen([sys.executable, *words], pass_fds=(theirs.fileno(),))
+            arguments = ["-P", "-m", "shardwise.checkpoint.writing_process", str(theirs.fileno()), str(os.getpid())]
+            self._process = subprocess.Popen([sys.executable, *arguments], pass_fds=(theirs.fileno(),))
         self._channel = ours
 
     def _image_for(self, num_bytes: int) -> Image:
@@ -134,7 +134,7 @@ class Image:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self.file = _anonymous()  # descriptor, which can be sent to another process
+        self.file = _anonymous_file()  # descriptor, which can be sent to another process
         self.capacity = -(-num_bytes // _GRANULE) * _GRANULE  # size in bytes
         self.num_bytes = 0  # size of the file that it contains
         self._end = weakref.finalize(self, os.close, self.file)
@@ -186,16 +186,16 @@ class Image:
         if not self.is_filled():
             _abandoned.append(self._bytes)
         elif self._is_pinned:
-            _driver().cudaHostUnregister(self._whole().data_ptr())
+            _driver().cudaHostUnregister(self._as_tensor().data_ptr())
         del self._bytes
         self._end()
 
-    def _whole(self) -> Tensor:
+    def _as_tensor(self) -> Tensor:
         return torch.frombuffer(self._bytes, dtype=torch.uint8)
 
     def _pinned(self) -> Tensor:
         """Return the memory as a pinned tensor. Without pinning, copies from a GPU would make the host wait."""
-        whole = self._whole()
+        whole = self._as_tensor()
         if not self._is_pinned:
             self._is_pinned = int(_driver().cudaHostRegister(whole.data_ptr(), self.capacity, 0)) == 0
             if not self._is_pinned:  # clear the error, which CUDA would report for the next kernel
@@ -212,7 +212,7 @@ def _driver() -> Any:
     return torch.cuda.cudart()
 
 
-def _anonymous() -> int:
+def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("shardwise-image")
     with tempfile.TemporaryFile() as file:

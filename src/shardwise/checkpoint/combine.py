@@ -24,9 +24,9 @@ from shardwise.weights.state.extents import coverage_problems
 _LEVEL = 1
 
 
-def described(extents: Sequence[Extent], frozen: Collection[str] = ()) -> list[str]:
+def encode_ranges(extents: Sequence[Extent], frozen: Collection[str] = ()) -> list[str]:
     """Describe a rank's ranges in two short texts."""
-    what = [
+    tensors = [
         [
             each.name in frozen,
             each.name,
@@ -38,14 +38,14 @@ def described(extents: Sequence[Extent], frozen: Collection[str] = ()) -> list[s
         for each in extents
     ]
     ranges = np.array([[extent.start, extent.stop] for extent in extents], dtype="<i8").reshape(-1, 2)
-    return [_shortened(json.dumps(what).encode()), _shortened(ranges.T.tobytes())]
+    return [_compress(json.dumps(tensors).encode()), _compress(ranges.T.tobytes())]
 
 
-def _shortened(raw: bytes) -> str:
+def _compress(raw: bytes) -> str:
     return base64.b64encode(zlib.compress(raw, _LEVEL)).decode()
 
 
-def _restored(text: str) -> bytes:
+def _decompress(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text))
 
 
@@ -60,36 +60,36 @@ class Combined:
         self._slices: list[tuple[int, Cuts]] = []  # tensor and slice, in the order in which they were reported
         self._number_of: dict[tuple[int, Cuts], int] = {}
         self._frozen: frozenset[int] = frozenset()
-        self._told: list[tuple[Column, Any]] = []  # by text: the tensor of each range, and whether it is frozen
-        self._read: dict[str, int] = {}  # number of each text
-        self._places: list[Column] = []  # by text: the slice of each range; -1 if the range does not fit
-        self._kinds: list[int] = []  # by rank: the number of its text
+        self._by_text: list[tuple[Column, Any]] = []  # by text: the tensor of each range, and whether it is frozen
+        self._text_numbers: dict[str, int] = {}  # number of each text
+        self._slices_by_text: list[Column] = []  # by text: the slice of each range; -1 if the range does not fit
+        self._text_of_rank: list[int] = []  # by rank: the number of its text
         columns: list[Column] = []
-        for rank, (what, ranges) in reports:
-            if what not in self._read:
-                self._read[what] = len(self._read)
-                self._places.append(self._read_text(rank, json.loads(_restored(what))))
-            kind = self._read[what]
-            self._kinds.append(kind)
-            starts, stops = np.frombuffer(_restored(ranges), dtype="<i8").reshape(2, -1)
-            places = self._places[kind]
-            is_held = (stops > starts) & (places >= 0)
-            held = places[is_held]
-            columns.append(np.stack([held, starts[is_held], stops[is_held], np.full(len(held), rank)]))
-        every = np.concatenate(columns, axis=1) if columns else np.zeros((4, 0), np.int64)
-        self._refuse_half_frozen(every)
-        self.table = self._make_table(every)  # only valid without problems
+        for rank, (text, ranges) in reports:
+            if text not in self._text_numbers:
+                self._text_numbers[text] = len(self._text_numbers)
+                self._slices_by_text.append(self._read_text(rank, json.loads(_decompress(text))))
+            kind = self._text_numbers[text]
+            self._text_of_rank.append(kind)
+            starts, stops = np.frombuffer(_decompress(ranges), dtype="<i8").reshape(2, -1)
+            places = self._slices_by_text[kind]
+            is_piece = (stops > starts) & (places >= 0)
+            slices = places[is_piece]
+            columns.append(np.stack([slices, starts[is_piece], stops[is_piece], np.full(len(slices), rank)]))
+        pieces = np.concatenate(columns, axis=1) if columns else np.zeros((4, 0), np.int64)
+        self._refuse_half_frozen(pieces)
+        self.table = self._make_table(pieces)  # only valid without problems
 
     def slice_numbers(self) -> Iterable[list[int]]:
         """Return by rank the slice number in the table of each of its ranges; -1 for uncut tensors and empty slices."""
-        by_kind = [self._numbers[places].tolist() for places in self._places]
-        return (by_kind[kind] for kind in self._kinds)
+        by_kind = [self._numbers[places].tolist() for places in self._slices_by_text]
+        return (by_kind[kind] for kind in self._text_of_rank)
 
-    def _read_text(self, rank: int, what: list[list[Any]]) -> Column:
+    def _read_text(self, rank: int, description: list[list[Any]]) -> Column:
         """Return the slice of each range that a text describes."""
         places = []
         tensors, flags = [], []
-        for is_frozen, name, shape, dtype, stride, cuts in what:
+        for is_frozen, name, shape, dtype, stride, cuts in description:
             steps = None if stride is None else tuple(stride)
             extent = Extent(name, tuple(shape), dtype, 0, 0, steps, unpacked_cuts(cuts))
             tensor = self._tensors.setdefault(name, len(self._tensors))
@@ -108,28 +108,28 @@ class Combined:
                 self._number_of[key] = len(self._slices)
                 self._slices.append(key)
             places.append(self._number_of[key])
-        self._told.append((column(tensors), np.array(flags, dtype=bool)))
+        self._by_text.append((column(tensors), np.array(flags, dtype=bool)))
         return column(places)
 
-    def _refuse_half_frozen(self, every: Column) -> None:
+    def _refuse_half_frozen(self, pieces: Column) -> None:
         """Record as problems the frozen tensors that are not frozen on some rank with a piece of them."""
         is_frozen = np.zeros(len(self._first), dtype=bool)
-        for tensors, flags in self._told:
+        for tensors, flags in self._by_text:
             is_frozen[tensors[flags]] = True
         self._frozen = frozenset(np.flatnonzero(is_frozen).tolist())
         tensor_of = column([tensor for tensor, _ in self._slices])
-        for kind, (tensors, flags) in enumerate(self._told):
+        for kind, (tensors, flags) in enumerate(self._by_text):
             odd = tensors[~flags & is_frozen[tensors]]
             if not len(odd):
                 continue
-            held = every[:, np.isin(tensor_of[every[0]], odd) & (column(self._kinds)[every[3]] == kind)]
-            pairs = sorted(set(zip(tensor_of[held[0]].tolist(), held[3].tolist(), strict=True)))
+            unfrozen = pieces[:, np.isin(tensor_of[pieces[0]], odd) & (column(self._text_of_rank)[pieces[3]] == kind)]
+            pairs = sorted(set(zip(tensor_of[unfrozen[0]].tolist(), unfrozen[3].tolist(), strict=True)))
             self.problems += [f"{self._first[tensor][1].name}: not frozen on rank {rank}" for tensor, rank in pairs]
 
-    def _make_table(self, every: Column) -> Table:
+    def _make_table(self, pieces: Column) -> Table:
         """Sort the pieces by tensor, slice and element, check coverage, and find tensors that are divided alike."""
         present = np.zeros(len(self._slices), dtype=bool)
-        present[every[0]] = True
+        present[pieces[0]] = True
         order = sorted(
             np.flatnonzero(present).tolist(),
             key=lambda index: (self._slices[index][0], [(cut.dim, cut.ranges) for cut in self._slices[index][1]]),
@@ -140,19 +140,19 @@ class Combined:
         slices = [self._slices[index][1] for index in order]
         place_of = np.full(len(self._slices), -1, np.int64)
         place_of[order] = np.arange(len(order))
-        every[0] = place_of[every[0]]
-        every = every[:, np.lexsort((every[2], every[1], every[0]))]
-        bounds = np.searchsorted(every[0], np.arange(len(order) + 1))
+        pieces[0] = place_of[pieces[0]]
+        pieces = pieces[:, np.lexsort((pieces[2], pieces[1], pieces[0]))]
+        bounds = np.searchsorted(pieces[0], np.arange(len(order) + 1))
         self._numbers = np.full(len(self._slices) + 1, -1, np.int64)  # the last one is for ranges that do not fit
         for places in rows_of:
             for number, place in enumerate(places):
                 self._numbers[order[place]] = number if slices[place] else -1
-        self._refuse_uncovered(every, bounds, rows_of, slices)
-        return self._table(every, rows_of, slices)
+        self._refuse_uncovered(pieces, bounds, rows_of, slices)
+        return self._table(pieces, rows_of, slices)
 
-    def _refuse_uncovered(self, every: Column, bounds: Column, rows_of: list[list[int]], slices: list[Cuts]) -> None:
+    def _refuse_uncovered(self, pieces: Column, bounds: Column, rows_of: list[list[int]], slices: list[Cuts]) -> None:
         """Record as problems the tensors that the pieces do not cover exactly."""
-        place, start, stop, _ = every
+        place, start, stop, _ = pieces
         begins = np.concatenate([[0], stop[:-1]])
         begins[bounds[:-1]] = 0
         is_odd = np.zeros(len(slices), dtype=bool)
@@ -163,19 +163,21 @@ class Combined:
             key = (first.shape, tuple(slices[each] for each in places), tuple(ends[each] for each in places))
             if not any(odd[each] for each in places) and key in checked:
                 continue
-            held = {
-                slices[each]: _ranges(every[1:, bounds[each] : bounds[each + 1]]) if odd[each] else [(0, ends[each], 0)]
+            ranges = {
+                slices[each]: _ranges(pieces[1:, bounds[each] : bounds[each + 1]])
+                if odd[each]
+                else [(0, ends[each], 0)]
                 for each in places
             }
-            found = coverage_problems(first.name, first.shape, held)
+            found = coverage_problems(first.name, first.shape, ranges)
             self.problems += found
             if not found:
                 checked.add(key)
             if len(self.problems) > 10 * MOST_PROBLEMS:
                 return
 
-    def _table(self, every: Column, rows_of: list[list[int]], slices: list[Cuts]) -> Table:
-        place, start, stop, rank = every
+    def _table(self, pieces: Column, rows_of: list[list[int]], slices: list[Cuts]) -> Table:
+        place, start, stop, rank = pieces
         first, count, step = join_runs(place, rank, stop - start)
         rows = np.stack([rank[first], (stop - start)[first], count, step], axis=1)
         row_bounds = np.searchsorted(place[first], np.arange(len(slices) + 1))
@@ -190,7 +192,7 @@ class Combined:
             if number == len(kept):
                 kept.append((() if cuts == ((),) else cuts, counts, rows[begin:end]))
             partition.append(number)
-        whole = np.concatenate([held for *_, held in kept]) if kept else np.zeros((0, 4), np.int64)
+        whole = np.concatenate([part for *_, part in kept]) if kept else np.zeros((0, 4), np.int64)
         extents = [extent for _, extent in self._first]
         return Table(
             names=[extent.name for extent in extents],
@@ -210,6 +212,6 @@ class Combined:
         )
 
 
-def _ranges(held: Column) -> list[tuple[int, int, int]]:
+def _ranges(pieces: Column) -> list[tuple[int, int, int]]:
     """Return columns of pieces as tuples (start, stop, rank)."""
-    return list(zip(*held.tolist(), strict=True))
+    return list(zip(*pieces.tolist(), strict=True))

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.shard import in_files
+from shardwise.checkpoint.shard import split_into_files
 from shardwise.comm.dtype import memory_order, torch_dtype
 from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.spec.extent import Extent
@@ -111,9 +111,9 @@ def _optimizer(
         )
     groups = list(zip(saved["groups"], saved.get("members") or [parameters], strict=True))
     if not is_flat:
-        return {"state": state, "param_groups": [{**settings, "params": list(held)} for settings, held in groups]}
+        return {"state": state, "param_groups": [{**settings, "params": list(names)} for settings, names in groups]}
     flat = {f"state.{name}.{kind}": value for name, own in state.items() for kind, value in own.items()}
-    settings_of = ((name, settings) for settings, held in groups for name in held)
+    settings_of = ((name, settings) for settings, names in groups for name in names)
     return flat | {
         f"param_groups.{name}.{kind}": value for name, settings in settings_of for kind, value in settings.items()
     }
@@ -133,21 +133,21 @@ class _Planner(DefaultSavePlanner):
             state = state.setdefault(part, {})
         state |= self._on_meta(inner)
 
-    def _on_meta(self, held: Any) -> Any:
-        if isinstance(held, dict):
-            return {key: self._on_meta(value) for key, value in held.items()}
-        if not isinstance(held, Extent):
-            return held
-        made = torch.empty(held.shape, dtype=torch_dtype(held.dtype), device="meta")
-        self._extents[id(made)] = held
+    def _on_meta(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._on_meta(inner) for key, inner in value.items()}
+        if not isinstance(value, Extent):
+            return value
+        made = torch.empty(value.shape, dtype=torch_dtype(value.dtype), device="meta")
+        self._extents[id(made)] = value
         return made
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the object that is saved under the key of ``index``."""
-        held = super().lookup_object(index)
-        if not (isinstance(held, Tensor) and held.is_meta):
-            return held
-        extent = self._extents[id(held)]
+        stored = super().lookup_object(index)
+        if not (isinstance(stored, Tensor) and stored.is_meta):
+            return stored
+        extent = self._extents[id(stored)]
         value = empty(extent)
         self._checkpoint.read_into([(extent, memory_order(value))], ignored=self._checkpoint.tensors.keys())
         return value.contiguous()
@@ -160,6 +160,6 @@ class _Planner(DefaultSavePlanner):
         (plan,), metadata = self.create_global_plan([writer.prepare_local_plan(self.create_local_plan())])
         values = ((item, self.state_dict[item.index.fqn]) for item in plan.items)
         sizes = ((item, value.nbytes if isinstance(value, Tensor) else 0) for item, value in values)
-        files = in_files(sizes, max_file_bytes)
+        files = split_into_files(sizes, max_file_bytes)
         plans = writer.prepare_global_plan([dataclasses.replace(plan, items=items) for items in files])
         writer.finish(metadata, [writer.write_data(part, self).wait() for part in plans])

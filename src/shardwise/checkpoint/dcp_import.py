@@ -35,7 +35,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from shardwise.checkpoint import plain
-from shardwise.checkpoint.alone import write_alone
+from shardwise.checkpoint.one_process import write_from_one_process
 from shardwise.checkpoint.storage import deepspeed_advice
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.spec.errors import CheckpointError
@@ -77,9 +77,9 @@ class DcpFolder:
         stored = found.state_dict_metadata
         with self._reading("the dtypes"):
             self.tensors = {
-                key: Stored(dtype_name(held.properties.dtype), tuple(held.size))
-                for key, held in stored.items()
-                if isinstance(held, TensorStorageMetadata)
+                key: Stored(dtype_name(metadata.properties.dtype), tuple(metadata.size))
+                for key, metadata in stored.items()
+                if isinstance(metadata, TensorStorageMetadata)
             }
         known = found.planner_data if isinstance(found.planner_data, dict) else {}
         #: For each key, the path in the saved state dict.
@@ -87,9 +87,9 @@ class DcpFolder:
 
     def read_tensor(self, key: str) -> Tensor:
         """Read a full tensor to the CPU. One of its shards is in memory at the same time."""
-        held = self._metadata.state_dict_metadata[key]
-        assert isinstance(held, TensorStorageMetadata)
-        return self._read(key, torch.empty(held.size, dtype=held.properties.dtype))
+        metadata = self._metadata.state_dict_metadata[key]
+        assert isinstance(metadata, TensorStorageMetadata)
+        return self._read(key, torch.empty(metadata.size, dtype=metadata.properties.dtype))
 
     def read_value(self, key: str) -> Any:
         """Return the value of ``key``; a tensor without dimensions as a number. Other values are unpickled."""
@@ -162,19 +162,19 @@ def import_dcp(
         StorageError: Writing failed.
     """
     folder = DcpFolder(source)
-    of_optimizer = _of_optimizer(folder, optimizer_key, is_one=has_optimizer)
-    model_prefix = _model_prefix(folder, of_optimizer, model_key)
+    optimizer_keys = _optimizer_keys(folder, optimizer_key, refuses_several=has_optimizer)
+    prefix = _model_prefix(folder, optimizer_keys, model_key)
     content = _Content(folder)
-    content.add_model({key: key.removeprefix(model_prefix) for key in _below(folder, model_prefix, of_optimizer)})
-    if of_optimizer and has_optimizer:
-        content.add_optimizer(of_optimizer, optimizer_class)
-    rest = [key for key in folder.paths if key not in content.taken and key not in of_optimizer]
-    left_out = content.add_rest(rest) + ["optimizer state"] * bool(of_optimizer and not has_optimizer)
+    content.add_model({key: key.removeprefix(prefix) for key in _model_keys(folder, prefix, optimizer_keys)})
+    if optimizer_keys and has_optimizer:
+        content.add_optimizer(optimizer_keys, optimizer_class)
+    rest = [key for key in folder.paths if key not in content.imported and key not in optimizer_keys]
+    left_out = content.add_rest(rest) + ["optimizer state"] * bool(optimizer_keys and not has_optimizer)
     data: dict[str, Any] = {"state": content.state, "strategy": "torch.distributed.checkpoint", "mesh": None}
     if content.optimizer is not None:
         data["optimizer"] = content.optimizer
     wanted = content.dtypes(dtype)
-    held = [
+    extents = [
         Extent(name, found.shape, wanted[name], 0, math.prod(found.shape))
         for name, (_, found) in content.tensors.items()
     ]
@@ -182,19 +182,19 @@ def import_dcp(
     def read(name: str) -> Tensor:
         return folder.read_tensor(content.tensors[name][0]).to(torch_dtype(wanted[name]))
 
-    write_alone(target, held, read, data, step=content.step, max_file_bytes=max_file_bytes)
+    write_from_one_process(target, extents, read, data, step=content.step, max_file_bytes=max_file_bytes)
     found = None if content.optimizer is None else content.optimizer["class"]
     return Imported(content.num_model, found, content.step, left_out)
 
 
-def _of_optimizer(folder: DcpFolder, wanted: str | None, *, is_one: bool) -> dict[str, str]:
+def _optimizer_keys(folder: DcpFolder, wanted: str | None, *, refuses_several: bool) -> dict[str, str]:
     """Map the keys of optimizer state and settings to the part after the optimizer's key ``wanted``.
 
-    With ``is_one``, several optimizers are refused.
+    With ``refuses_several``, several optimizers are refused.
     """
     if wanted is None:
         prefixes = sorted({match["prefix"] for key in folder.paths if (match := _OPTIMIZER.match(key)) is not None})
-        if len(prefixes) > 1 and is_one:
+        if len(prefixes) > 1 and refuses_several:
             raise CheckpointError(
                 f"{folder.path} holds the state of several optimizers: {', '.join(prefixes)}.\n"
                 "  Name one: --optimizer-key KEY, or leave all out: --no-optimizer."
@@ -212,14 +212,14 @@ def _of_optimizer(folder: DcpFolder, wanted: str | None, *, is_one: bool) -> dic
     return found
 
 
-def _model_prefix(folder: DcpFolder, of_optimizer: Collection[str], wanted: str | None) -> str:
+def _model_prefix(folder: DcpFolder, optimizer_keys: Collection[str], wanted: str | None) -> str:
     """Return the prefix of the model's keys."""
     if wanted is not None:
         prefix = f"{wanted}." if wanted else ""
-        if not any(key.startswith(prefix) for key in folder.tensors if key not in of_optimizer):
+        if not any(key.startswith(prefix) for key in folder.tensors if key not in optimizer_keys):
             raise CheckpointError(f"{folder.path} holds no tensor below {wanted!r}.\n  {_describe(folder)}")
         return prefix
-    above = {folder.paths[key][:-1] for key in folder.tensors if key not in of_optimizer}
+    above = {folder.paths[key][:-1] for key in folder.tensors if key not in optimizer_keys}
     named = [path for path in above if path and path[-1] == "model"]
     chosen = named or ([()] if () in above else list(above))
     if len(chosen) != 1:
@@ -230,9 +230,9 @@ def _model_prefix(folder: DcpFolder, of_optimizer: Collection[str], wanted: str 
     return "".join(f"{part}." for part in chosen[0])
 
 
-def _below(folder: DcpFolder, prefix: str, of_optimizer: Collection[str]) -> list[str]:
+def _model_keys(folder: DcpFolder, prefix: str, optimizer_keys: Collection[str]) -> list[str]:
     """Return the keys of the model's tensors. For a model at the top level, nested keys belong to other state dicts."""
-    found = [key for key in folder.tensors if key.startswith(prefix) and key not in of_optimizer]
+    found = [key for key in folder.tensors if key.startswith(prefix) and key not in optimizer_keys]
     return found if prefix else [key for key in found if len(folder.paths[key]) == 1]
 
 
@@ -253,7 +253,7 @@ class _Content:
     optimizer: dict[str, Any] | None = None
     state: dict[str, Any] = field(default_factory=dict)  # the result of ``sw.load``
     step: int = 0
-    taken: set[str] = field(default_factory=set)  # keys that were imported
+    imported: set[str] = field(default_factory=set)  # keys that were imported
 
     def add_model(self, names: Mapping[str, str]) -> None:
         """Add the model's tensors, given as names in the model by key."""
@@ -265,20 +265,20 @@ class _Content:
         """Return the dtype of each tensor; the model's floating-point tensors get ``dtype`` if given."""
         return {
             name: dtype
-            if dtype and place < self.num_model and torch_dtype(held.dtype).is_floating_point
-            else held.dtype
-            for place, (name, (_, held)) in enumerate(self.tensors.items())
+            if dtype and place < self.num_model and torch_dtype(stored.dtype).is_floating_point
+            else stored.dtype
+            for place, (name, (_, stored)) in enumerate(self.tensors.items())
         }
 
     def _add(self, name: str, key: str) -> None:
         if name in self.tensors:
             raise CheckpointError(f"{self.folder.path} holds {printable(name)} twice.\n  Name one: --model-key KEY.")
         self.tensors[name] = key, self.folder.tensors[key]
-        self.taken.add(key)
+        self.imported.add(key)
 
     def add_optimizer(self, names: Mapping[str, str], cls: str | None) -> None:
         """Add the optimizer's state, of class ``cls``; ``names`` maps keys to their part after the optimizer's key."""
-        shapes = {name: held.shape for name, (_, held) in self.tensors.items()}
+        shapes = {name: stored.shape for name, (_, stored) in self.tensors.items()}
         scalars: defaultdict[str, dict[str, Any]] = defaultdict(dict)
         state_keys: set[str] = set()
         for key, rest in names.items():
@@ -288,8 +288,8 @@ class _Content:
             if name not in shapes:
                 raise self._unknown(name)
             state_keys.add(kind)
-            held = self.folder.tensors.get(key)
-            if held is None or (held.shape == () and (shapes[name] != () or kind in PER_PARAMETER)):
+            stored = self.folder.tensors.get(key)
+            if stored is None or (stored.shape == () and (shapes[name] != () or kind in PER_PARAMETER)):
                 value = self._number(key)
                 if value is not None:
                     scalars[name][kind] = value
@@ -330,7 +330,7 @@ class _Content:
         """Return the settings of each parameter group, and the names in it."""
         is_nested = all("param_groups" in self.folder.paths[key] for key in names)
         groups = self._nested_groups(names) if is_nested else self._flat_groups(names)
-        self.taken.update(names)
+        self.imported.update(names)
         members = [[_WRAPPERS.sub("", str(name)) for name in group.pop("params", ())] for group in groups]
         return [{key: _plain(value) for key, value in group.items()} for group in groups], members
 
@@ -345,8 +345,8 @@ class _Content:
             name, _, kind = rest.removeprefix("param_groups.").rpartition(".")
             settings[name][kind] = _plain(self.folder.read_value(key))
         groups: dict[str, dict[str, Any]] = {}
-        for name, own in settings.items():
-            group = groups.setdefault(repr(sorted(own.items())), {**own, "params": []})
+        for name, own_settings in settings.items():
+            group = groups.setdefault(repr(sorted(own_settings.items())), {**own_settings, "params": []})
             group["params"].append(name)
         return list(groups.values())
 

@@ -24,9 +24,9 @@ def non_finite(tensors: Pairs) -> list[str]:
                 found.setdefault(tensor.device, []).append((extent.name, _range(tensor.detach())))
         wrong = [
             name
-            for held in found.values()
+            for pairs in found.values()
             for (name, _), is_finite in zip(
-                held, torch.stack([ends for _, ends in held]).isfinite().all(-1).tolist(), strict=True
+                pairs, torch.stack([ends for _, ends in pairs]).isfinite().all(-1).tolist(), strict=True
             )
             if not is_finite
         ]

@@ -118,7 +118,7 @@ def encode(content: Mapping[str, Any]) -> bytes:
     Raises:
         RefusedError, ValueError: The manifest would be refused at loading.
     """
-    raw = sealed({"format": "shardwise-checkpoint", "format_version": FORMAT_VERSION, **content})
+    raw = with_checksum({"format": "shardwise-checkpoint", "format_version": FORMAT_VERSION, **content})
     if len(raw) > MAX_MANIFEST_BYTES:
         raise ValueError(f"the manifest would have {len(raw)} bytes, more than the {MAX_MANIFEST_BYTES} that are read")
     decode(raw)
@@ -130,7 +130,7 @@ def file_columns(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {key: [entry[key] for entry in entries] for key in ("bytes", "hash")}
 
 
-def sealed(content: Mapping[str, Any]) -> bytes:
+def with_checksum(content: Mapping[str, Any]) -> bytes:
     """Return canonical JSON that begins with the checksum of the rest."""
     rest = plain.dumps({key: value for key, value in content.items() if key != "checksum"})
     return b'{"checksum":"%s",%s' % (hashlib.sha256(rest).hexdigest().encode(), rest[1:])
@@ -198,13 +198,13 @@ def _hash_without(raw: bytes, end: int) -> str:
 
 
 def _read(content: dict[str, Any]) -> Manifest:
-    held = _Written.model_validate(content)
-    table = Table.read(held.tensors, held.partitions)
-    files = _entries(held.files, [shard_name(held.save_id, rank) for rank in range(len(held.files.hash))])
+    parsed = _Written.model_validate(content)
+    table = Table.read(parsed.tensors, parsed.partitions)
+    files = _entries(parsed.files, [shard_name(parsed.save_id, rank) for rank in range(len(parsed.files.hash))])
     frozen = None
-    if held.frozen is not None:
-        frozen = _entries(held.frozen, [frozen_name(digest, rank) for rank, digest in enumerate(held.frozen.hash)])
-    return Manifest(held.save_id, held.run_id, held.step, held.world_size, files, frozen, table, held.data)
+    if parsed.frozen is not None:
+        frozen = _entries(parsed.frozen, [frozen_name(digest, rank) for rank, digest in enumerate(parsed.frozen.hash)])
+    return Manifest(parsed.save_id, parsed.run_id, parsed.step, parsed.world_size, files, frozen, table, parsed.data)
 
 
 def _entries(columns: _FileColumns, names: list[str]) -> list[FileEntry]:
@@ -222,12 +222,12 @@ def _problems(manifest: Manifest) -> list[str]:
 
 
 def _frozen_problems(manifest: Manifest) -> list[str]:
-    held, frozen = manifest.frozen, manifest.table.frozen
-    if held is None:
+    files, frozen = manifest.frozen, manifest.table.frozen
+    if files is None:
         first = [manifest.table.names[number] for number in sorted(frozen)[:1]]
         return [f"{name}: it is frozen, but there are no files of frozen parameters" for name in first]
-    if len(held) != manifest.world_size:
-        return [f"it lists {len(held)} files of frozen parameters for {manifest.world_size} ranks"]
+    if len(files) != manifest.world_size:
+        return [f"it lists {len(files)} files of frozen parameters for {manifest.world_size} ranks"]
     return []
 
 

@@ -64,7 +64,7 @@ def copy_checkpoint(source: Path, target: Path) -> bool | None:
         manifest = decode(raw)
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(folders.open_folder(source, follow=False))
-            opened = [folders.open_for_reading(folder, held.name, allows_links=True) for held in manifest.all_files]
+            opened = [folders.open_for_reading(folder, entry.name, allows_links=True) for entry in manifest.all_files]
             files = [stack.enter_context(each)[0] for each in opened]
             is_opened = True
             return _copy_files(manifest, files, target, raw)
@@ -80,10 +80,10 @@ def copy_checkpoint(source: Path, target: Path) -> bool | None:
 
 def _copy_files(manifest: Manifest, files: Sequence[int], target: Path, raw: bytes) -> bool:
     storage, step = storage_of(target), step_of(target.name)
-    there, wanted = storage.list(target), {entry.name: entry.bytes for entry in manifest.all_files}
-    if there == {**wanted, MANIFEST_NAME: len(raw)}:
+    stored, wanted = storage.list(target), {entry.name: entry.bytes for entry in manifest.all_files}
+    if stored == {**wanted, MANIFEST_NAME: len(raw)}:
         return False
-    if not there.keys() <= wanted.keys():
+    if not stored.keys() <= wanted.keys():
         theirs = manifest.run_id
         with contextlib.suppress(CheckpointError):  # a damaged or uncommitted checkpoint is replaced
             theirs = open_checkpoint(target).manifest.run_id
@@ -93,7 +93,7 @@ def _copy_files(manifest: Manifest, files: Sequence[int], target: Path, raw: byt
                 "\n  Two runs have one checkpoint.upload_to. Name another place for one of them."
             )
         storage.remove(target)
-        there = {}
+        stored = {}
     if not isinstance(target, Url):
         remove_unfinished(temporary_of(target, manifest.save_id))
 
@@ -101,7 +101,7 @@ def _copy_files(manifest: Manifest, files: Sequence[int], target: Path, raw: byt
         found = local_file(file).hash()
         if found != entry.hash:
             raise RefusedError(f"the content of {entry.name} has the hash {found}, expected {entry.hash}")
-        if there.get(entry.name) != entry.bytes:
+        if stored.get(entry.name) != entry.bytes:
             fault.at("store_before_file", step)
             storage.write(target, manifest.save_id, entry.name, file)
             fault.at("store_after_file", step)

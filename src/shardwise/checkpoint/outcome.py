@@ -48,6 +48,6 @@ def failure_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     causes: dict[str, list[str]] = {}
     for rank, report in failed:
         causes.setdefault(str(report["problem"]), []).append(str(rank))
-    told = "; ".join(f"rank {', '.join(ranks)}: {cause}" for cause, ranks in causes.items())
+    text = "; ".join(f"rank {', '.join(ranks)}: {cause}" for cause, ranks in causes.items())
     is_storage = all(report["is_storage"] for _, report in failed)
-    return {"failed": told + "." + AFTERWARDS, "kind": "StorageError" if is_storage else "CheckpointError"}
+    return {"failed": text + "." + AFTERWARDS, "kind": "StorageError" if is_storage else "CheckpointError"}

@@ -38,7 +38,7 @@ Cuts = tuple[Cut, ...]
 Column = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Held(NamedTuple):
+class OwnedPiece(NamedTuple):
     """A piece: the rank that owns it, the number of its slice (-1: not cut), and its elements in the slice."""
 
     rank: int
@@ -72,7 +72,7 @@ class Partitions:
     @functools.cached_property
     def first_slice(self) -> Column:
         """Index of each partition's first slice in ``num_rows``."""
-        return offsets(column([max(1, len(held)) for held in self.slices]))
+        return offsets(column([max(1, len(slices)) for slices in self.slices]))
 
     @functools.cached_property
     def first_row(self) -> Column:
@@ -114,12 +114,12 @@ class Partitions:
         number = np.searchsorted(self.first_row, row, side="right") - 1
         return int(np.searchsorted(self.first_slice, number, side="right")) - 1
 
-    def pieces(self, partition: int) -> Iterator[Held]:
+    def pieces(self, partition: int) -> Iterator[OwnedPiece]:
         """Yield every piece of a partition, by slice and element."""
         for number, index in self._slices_of(partition):
             yield from self._pieces(number, index, 0, int(self.numel[index]))
 
-    def overlapping(self, partition: int, extent: Extent) -> Iterator[Held]:
+    def overlapping(self, partition: int, extent: Extent) -> Iterator[OwnedPiece]:
         """Yield the pieces that may share elements with a range of a tensor, without iterating over the others.
 
         If the extent is cut differently than the pieces, some pieces may not share elements after all.
@@ -131,7 +131,7 @@ class Partitions:
             start, stop = (extent.start, extent.stop) if is_alike else range_in_slice(extent, cuts, box)
             yield from self._pieces(number, index, start, stop)
 
-    def of_rank(self, rank: int) -> Iterator[tuple[int, Held]]:
+    def of_rank(self, rank: int) -> Iterator[tuple[int, OwnedPiece]]:
         """Yield every piece of a rank, with its partition."""
         order, ranks = self._singles
         first, last = np.searchsorted(ranks, (rank, rank + 1))
@@ -148,7 +148,7 @@ class Partitions:
             length = int(self.length[row])
             start = int(self.start[row]) + index * length
             place = number - int(self.first_slice[partition]) if self.slices[partition] else -1
-            yield partition, Held(rank, place, start, start + length)
+            yield partition, OwnedPiece(rank, place, start, start + length)
 
     @functools.cached_property
     def _singles(self) -> tuple[Column, Column]:
@@ -170,16 +170,16 @@ class Partitions:
             return
         is_near = np.ones(len(self.slices[partition]), dtype=bool)
         if box is not None:
-            for dim, (low, high) in self._reach[partition].items():
+            for dim, (low, high) in self._bounds[partition].items():
                 is_near &= (low < box[dim][1]) & (high > box[dim][0])
         for number in np.flatnonzero(is_near).tolist():
             yield number, first + number
 
     @functools.cached_property
-    def _reach(self) -> _Reach:
-        return _Reach(self.slices)
+    def _bounds(self) -> _SliceBounds:
+        return _SliceBounds(self.slices)
 
-    def _pieces(self, number: int, index: int, start: int, stop: int) -> Iterator[Held]:
+    def _pieces(self, number: int, index: int, start: int, stop: int) -> Iterator[OwnedPiece]:
         """Yield the pieces of a slice that contain any of its elements ``start`` to ``stop``."""
         first, last = int(self.first_row[index]), int(self.first_row[index + 1])
         begins = self.start[first:last]
@@ -187,10 +187,10 @@ class Partitions:
         for row in range(low, first + int(np.searchsorted(begins, stop, side="left"))):
             at, length, rank, step = (int(each[row]) for each in (self.start, self.length, self.rank, self.rank_step))
             for place in range(max(0, (start - at) // length), min(int(self.count[row]), -(-(stop - at) // length))):
-                yield Held(rank + place * step, number, at + place * length, at + (place + 1) * length)
+                yield OwnedPiece(rank + place * step, number, at + place * length, at + (place + 1) * length)
 
 
-class _Reach(dict[int, dict[int, tuple[Column, Column]]]):
+class _SliceBounds(dict[int, dict[int, tuple[Column, Column]]]):
     """Bounds of each slice by partition and dimension: start and end (exclusive); computed on access."""
 
     def __init__(self, slices: list[tuple[Cuts, ...]]) -> None:
@@ -198,10 +198,10 @@ class _Reach(dict[int, dict[int, tuple[Column, Column]]]):
         self._slices = slices
 
     def __missing__(self, partition: int) -> dict[int, tuple[Column, Column]]:
-        held = [{cut.dim: cut.ranges for cut in cuts} for cuts in self._slices[partition]]
+        slices = [{cut.dim: cut.ranges for cut in cuts} for cuts in self._slices[partition]]
         found = {}
-        for dim in sorted({dim for cuts in held for dim in cuts}):
-            ranges = [cuts.get(dim, ((0, MAX_NUMEL),)) for cuts in held]
+        for dim in sorted({dim for cuts in slices for dim in cuts}):
+            ranges = [cuts.get(dim, ((0, MAX_NUMEL),)) for cuts in slices]
             found[dim] = (
                 column([min((start for start, _ in each), default=0) for each in ranges]),
                 column([max((stop for _, stop in each), default=0) for each in ranges]),
@@ -242,7 +242,7 @@ def join_runs(slice_of: Column, rank: Column, length: Column) -> tuple[Column, C
     return first, count[first], step[first]
 
 
-def chain_of(slices: Sequence[Cuts], lengths: Column) -> tuple[int, int, int] | None:
+def divided_dim(slices: Sequence[Cuts], lengths: Column) -> tuple[int, int, int] | None:
     """Check whether slices divide one dimension into consecutive ranges, one range per slice.
 
     Args:
@@ -268,11 +268,11 @@ def chain_of(slices: Sequence[Cuts], lengths: Column) -> tuple[int, int, int] | 
     return dim, end, rest
 
 
-def written_slices(slices: Sequence[Cuts]) -> list[list[list[int]]]:
+def slices_to_lists(slices: Sequence[Cuts]) -> list[list[list[int]]]:
     """Return slices as lists: for each slice its cuts, for each cut the dimension and the ranges."""
     return [[[cut.dim, *itertools.chain(*cut.ranges)] for cut in cuts] for cuts in slices]
 
 
-def read_slices(held: Sequence[Sequence[Sequence[int]]]) -> tuple[Cuts, ...]:
-    """The inverse of :func:`written_slices`."""
-    return tuple(tuple(Cut(dim, tuple(itertools.pairwise(marks))[::2]) for dim, *marks in cuts) for cuts in held)
+def slices_from_lists(encoded: Sequence[Sequence[Sequence[int]]]) -> tuple[Cuts, ...]:
+    """The inverse of :func:`slices_to_lists`."""
+    return tuple(tuple(Cut(dim, tuple(itertools.pairwise(marks))[::2]) for dim, *marks in cuts) for cuts in encoded)

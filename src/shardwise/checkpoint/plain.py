@@ -148,10 +148,10 @@ def loads(raw: bytes, *, max_items: int) -> Any:
 
 def _containers(outer: Any) -> list[Any]:
     """Return the lists and objects in a list or object; fast for a long list of numbers."""
-    held = outer.values() if type(outer) is dict else outer
-    if _CONTAINERS.isdisjoint(map(type, held)):
+    inside = outer.values() if type(outer) is dict else outer
+    if _CONTAINERS.isdisjoint(map(type, inside)):
         return []
-    return [inner for inner in held if type(inner) in _CONTAINERS]
+    return [inner for inner in inside if type(inner) in _CONTAINERS]
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, comm: Comm | None = None) -
             return str(error)
         return ""
 
-    verdict = _decided(comm, [problem, found.manifest.save_id if found else ""], judge)
+    verdict = _decide_on_rank_0(comm, [problem, found.manifest.save_id if found else ""], judge)
     if verdict:
         raise CheckpointError(verdict)
     assert found is not None
@@ -93,18 +93,18 @@ def _open(directory: Path) -> Checkpoint:
     except StorageError:
         raise
     except (OSError, RefusedError) as error:
-        there = storage_of(directory).list(directory)
-        if isinstance(error, FileNotFoundError) or (isinstance(directory, Url) and not there):
+        names = storage_of(directory).list(directory)
+        if isinstance(error, FileNotFoundError) or (isinstance(directory, Url) and not names):
             raise CheckpointError(f"there is no checkpoint {directory}.\n  {_suggest(directory)}") from None
         if isinstance(error, OSError):
             raise CheckpointError(
                 f"checkpoint {directory} cannot be opened: {error.strerror}.\n  A checkpoint is a folder. A state dict"
                 " of torch.save goes into a model by sw.load_full_state_dict(model, torch.load(path))."
             ) from None
-        if MANIFEST_NAME not in there:
+        if MANIFEST_NAME not in names:
             raise CheckpointError(
                 f"checkpoint {directory} was never committed: it has no {MANIFEST_NAME}.\n"
-                f"  {_other_kind(directory, there)}"
+                f"  {_other_kind(directory, names)}"
             ) from None
         raise CheckpointError(
             f"checkpoint {directory}: {MANIFEST_NAME}: {error}.\n  Resume from another checkpoint."
@@ -143,8 +143,8 @@ class _Plan:
     """The reads of one rank: copies by file, mismatches (name, saved, expected), and invalid targets."""
 
     copies: dict[int, list[_Copy]] = field(default_factory=dict)
-    wrong: list[list[str]] = field(default_factory=list)
-    invalid: list[str] = field(default_factory=list)
+    mismatches: list[list[str]] = field(default_factory=list)
+    invalid_targets: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -183,9 +183,9 @@ class Checkpoint:
         Raises:
             CheckpointError: Lists every file that fails.
         """
-        there = storage_of(self.path).list(self.path)
+        sizes = storage_of(self.path).list(self.path)
         self._agree(
-            self._check(range(len(self.manifest.all_files)), lambda number: self._check_size(number, there)), None
+            self._check(range(len(self.manifest.all_files)), lambda number: self._check_size(number, sizes)), None
         )
 
     def verify(self, comm: Comm | None = None) -> None:
@@ -230,17 +230,18 @@ class Checkpoint:
         fault.at("load_begin", self.step)
         plan = self._plan(pairs)
         numbers = sorted(plan.copies)
+        requested = (self.manifest.table.numbers.get(extent.name) for extent, _ in pairs)
         report = {
-            "asked": _marks((self.manifest.table.numbers.get(extent.name) for extent, _ in pairs), len(self.tensors)),
-            "wrong": plan.wrong,
-            "invalid": plan.invalid[:_MOST_LINES],
-            "files": _marks(numbers, len(self.manifest.all_files)),
+            "requested": _encode_numbers(requested, len(self.tensors)),
+            "mismatches": plan.mismatches,
+            "invalid": plan.invalid_targets[:_MOST_LINES],
+            "files": _encode_numbers(numbers, len(self.manifest.all_files)),
         }
-        verdict = _decided(comm, report, lambda reports: self._judge(reports, ignored))
+        verdict = _decide_on_rank_0(comm, report, lambda reports: self._judge(reports, ignored))
         if verdict["problem"]:
             raise CheckpointError(verdict["problem"])
         if verify:
-            self._verify(_marked(verdict["files"]), comm)
+            self._verify(_decode_numbers(verdict["files"]), comm)
         else:
             self._agree(self._check(numbers, self._check_header), comm)
         problems = self._check(numbers, lambda number: self._copy(number, plan.copies[number]))
@@ -287,20 +288,20 @@ class Checkpoint:
         if invalid:
             lines = "".join(f"\n  - {problem}" for problem in invalid[:_MOST_LINES])
             return {"problem": f"checkpoint {self.path} cannot be read into these tensors:{lines}"}
-        wrong: dict[str, tuple[str, str]] = {}
+        mismatches: dict[str, tuple[str, str]] = {}
         for report in reports:
-            for name, saved, expected in report["wrong"]:
-                wrong.setdefault(name, (saved, expected))
-        asked = set(_marked(_joined(report["asked"] for report in reports)))
-        table = [(name, *columns) for name, columns in wrong.items()]
+            for name, saved, expected in report["mismatches"]:
+                mismatches.setdefault(name, (saved, expected))
+        requested = set(_decode_numbers(_union(report["requested"] for report in reports)))
+        table = [(name, *columns) for name, columns in mismatches.items()]
         table += [
             (whole.name, describe(whole), "not there")
             for number, whole in enumerate(self.tensors.values())
-            if number not in asked and not _matches(whole.name, ignored)
+            if number not in requested and not _matches(whole.name, ignored)
         ]
         if table:
             return {"problem": self._table(table)}
-        return {"problem": "", "files": _joined(report["files"] for report in reports)}
+        return {"problem": "", "files": _union(report["files"] for report in reports)}
 
     def _plan(self, pairs: Pairs) -> _Plan:
         """Plan the copies from each file, and record mismatches."""
@@ -308,14 +309,15 @@ class Checkpoint:
         for extent, target in pairs:
             problem = _target_problem(extent, target)
             if problem is not None:
-                plan.invalid.append(problem)
+                plan.invalid_targets.append(problem)
                 continue
             saved = tensors.get(extent.name)
             if saved is None or (saved.shape, saved.dtype, saved.stride) != (extent.shape, extent.dtype, extent.stride):
-                plan.wrong.append([extent.name, "not there" if saved is None else describe(saved), describe(extent)])
+                found = "not there" if saved is None else describe(saved)
+                plan.mismatches.append([extent.name, found, describe(extent)])
                 continue
-            for rank, piece, held in self.manifest.table.overlapping(extent):
-                for block in shared(held, extent):
+            for rank, piece, stored in self.manifest.table.overlapping(extent):
+                for block in shared(stored, extent):
                     number = self.manifest.file_of(extent.name, rank)
                     plan.copies.setdefault(number, []).append(_Copy(piece, block, target))
         return plan
@@ -350,9 +352,9 @@ class Checkpoint:
                 raise RefusedError(f"it is said to have {entry.bytes} bytes, its tensors make {expected}")
             yield file
 
-    def _check_size(self, rank: int, there: Mapping[str, int | str]) -> None:
+    def _check_size(self, rank: int, sizes: Mapping[str, int | str]) -> None:
         entry = self.manifest.all_files[rank]
-        _check_bytes(there.get(entry.name, "the file is missing"), entry.bytes)
+        _check_bytes(sizes.get(entry.name, "the file is missing"), entry.bytes)
 
     def _check_header(self, rank: int) -> None:
         with self._opened(rank) as file:
@@ -387,7 +389,7 @@ class Checkpoint:
 
     def _agree(self, found: list[str], comm: Comm | None) -> None:
         """Raise on all ranks if any rank found a problem."""
-        verdict = _decided(comm, found[: _MOST_LINES + 1], self._damage)
+        verdict = _decide_on_rank_0(comm, found[: _MOST_LINES + 1], self._damage)
         if verdict:
             raise CheckpointError(verdict)
 
@@ -414,7 +416,7 @@ class Checkpoint:
         )
 
 
-def _decided(comm: Comm | None, report: Any, decide: Callable[[list[Any]], Any]) -> Any:
+def _decide_on_rank_0(comm: Comm | None, report: Any, decide: Callable[[list[Any]], Any]) -> Any:
     """Broadcast rank 0's decision on the reports of all ranks.
 
     Collective:
@@ -435,21 +437,21 @@ def _decided(comm: Comm | None, report: Any, decide: Callable[[list[Any]], Any])
     return answer
 
 
-def _marks(numbers: Iterable[int | None], total: int) -> str:
+def _encode_numbers(numbers: Iterable[int | None], total: int) -> str:
     """Encode a set of numbers below ``total`` as a text with one bit for each."""
     marks = np.zeros(total, dtype=bool)
     marks[[number for number in numbers if number is not None]] = True
     return np.packbits(marks).tobytes().hex()
 
 
-def _joined(texts: Iterable[str]) -> str:
-    """Return the union of sets encoded by :func:`_marks`, encoded."""
+def _union(texts: Iterable[str]) -> str:
+    """Return the union of sets encoded by :func:`_encode_numbers`, encoded."""
     first, *others = (np.frombuffer(bytes.fromhex(text), np.uint8) for text in texts)
     return functools.reduce(np.bitwise_or, others, first).tobytes().hex()
 
 
-def _marked(text: str) -> list[int]:
-    """Return the numbers in a text of :func:`_marks`, ascending."""
+def _decode_numbers(text: str) -> list[int]:
+    """Return the numbers in a text of :func:`_encode_numbers`, ascending."""
     return np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8))).tolist()
 
 
@@ -478,7 +480,7 @@ def _matches(name: str, ignored: Collection[str]) -> bool:
 def _suggest(directory: Path) -> str:
     if not isinstance(directory, Url) and not directory.parent.is_dir():
         return f"There is no folder {directory.parent} either."
-    names = [name for name, held in storage_of(directory).list(directory.parent).items() if isinstance(held, str)]
+    names = [name for name, kind in storage_of(directory).list(directory.parent).items() if isinstance(kind, str)]
     near = similar(directory.name, names)
     if near:
         return f"Near it there is {', '.join(near)}."

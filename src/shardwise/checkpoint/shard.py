@@ -29,7 +29,7 @@ from shardwise.spec.precision import item_bytes
 #: Bytes that are copied, hashed and written at a time.
 CHUNK_BYTES = 8 * 2**20
 #: Elements with smaller gaps are read in one request, including the gaps, because the system would read ahead anyway.
-MOST_BYTES_BETWEEN = 128 * 2**10
+MAX_GAP_BYTES = 128 * 2**10
 
 #: By short dtype name: the format's dtype, and how many of its values make one element.
 FORMAT_DTYPE = {
@@ -121,7 +121,7 @@ def file_layout(
     Returns:
         The header, the byte at which each tensor's content starts, and the size of the file.
     """
-    held: dict[str, object] = {"__metadata__": metadata}
+    entry_of: dict[str, object] = {"__metadata__": metadata}
     begins = []
     end = 0
     for key, dtype, shape in entries:
@@ -129,8 +129,8 @@ def file_layout(
         end += math.prod(shape) * item_bytes(dtype)
         name, per_element = FORMAT_DTYPE[dtype]
         sizes = [*shape[:-1], shape[-1] * per_element] if per_element > 1 else list(shape)
-        held[key] = {"dtype": name, "shape": sizes, "data_offsets": [begins[-1], end]}
-    text = json.dumps(held, separators=(",", ":")).encode("ascii")
+        entry_of[key] = {"dtype": name, "shape": sizes, "data_offsets": [begins[-1], end]}
+    text = json.dumps(entry_of, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, [len(header) + begin for begin in begins], len(header) + end
@@ -139,19 +139,19 @@ def file_layout(
 T = TypeVar("T")
 
 
-def in_files(tensors: Iterable[tuple[T, int]], most: float) -> list[list[T]]:
-    """Divide tensors, given with their bytes, into files of at most ``most`` bytes. A larger tensor gets its own file.
+def split_into_files(tensors: Iterable[tuple[T, int]], max_bytes: float) -> list[list[T]]:
+    """Divide tensors, given with their bytes, into files of at most ``max_bytes``. A larger tensor gets its own file.
 
     There is at least one file.
     """
     files: list[list[T]] = [[]]
-    held = 0
+    file_bytes = 0
     for tensor, num_bytes in tensors:
-        if files[-1] and held + num_bytes > most:
+        if files[-1] and file_bytes + num_bytes > max_bytes:
             files.append([])
-            held = 0
+            file_bytes = 0
         files[-1].append(tensor)
-        held += num_bytes
+        file_bytes += num_bytes
     return files
 
 
@@ -244,7 +244,7 @@ def read_block(file: StoredFile, offset: int, dtype: str, block: Block, target: 
         RefusedError: The file ends before that, or cannot be read.
     """
     size = item_bytes(dtype)
-    parts = [block] if block.is_run else _spans(block, CHUNK_BYTES // size, MOST_BYTES_BETWEEN // size)
+    parts = [block] if block.is_run else _spans(block, CHUNK_BYTES // size, MAX_GAP_BYTES // size)
     for part in parts:
         if part.is_run:
             read_range(file, offset + part.source * size, dtype, target[part.target : part.target + part.numel])
@@ -261,15 +261,15 @@ def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
-def _spans(block: Block, most: int, most_between: int) -> Iterator[Block]:
-    """Divide a block into parts that span at most ``most`` elements of the source, without wide gaps."""
+def _spans(block: Block, max_span: int, max_gap: int) -> Iterator[Block]:
+    """Divide a block into parts that span at most ``max_span`` elements of the source, without wide gaps."""
     shape, stride = block.shape, block.source_stride
     inner = _span(shape[1:], stride[1:])
-    is_wide = stride[0] - inner > most_between or inner > most
-    if _span(shape, stride) <= most and not is_wide:
+    is_wide = stride[0] - inner > max_gap or inner > max_span
+    if _span(shape, stride) <= max_span and not is_wide:
         yield block
         return
-    count = 1 if is_wide else max(1, (most - inner) // stride[0] + 1)
+    count = 1 if is_wide else max(1, (max_span - inner) // stride[0] + 1)
     for first in range(0, shape[0], count):
         part = Block(
             (min(count, shape[0] - first), *shape[1:]),
@@ -282,5 +282,5 @@ def _spans(block: Block, most: int, most_between: int) -> Iterator[Block]:
             yield part
         else:
             yield from _spans(
-                Block(shape[1:], part.source, stride[1:], part.target, block.target_stride[1:]), most, most_between
+                Block(shape[1:], part.source, stride[1:], part.target, block.target_stride[1:]), max_span, max_gap
             )

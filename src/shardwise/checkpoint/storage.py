@@ -236,7 +236,7 @@ class _Objects(Storage):
 
     def list(self, folder: Url) -> dict[str, int | str]:
         found: dict[str, int | str] = {}
-        with _told(folder, "listed"), contextlib.suppress(FileNotFoundError):
+        with _as_storage_error(folder, "listed"), contextlib.suppress(FileNotFoundError):
             for entry in self._files.ls(str(folder), detail=True):
                 parent, _, name = f"/{entry['name'].strip('/')}".rpartition("/")
                 if str(folder).endswith(f"/{parent}"):  # skip the marker object of the folder
@@ -248,14 +248,14 @@ class _Objects(Storage):
         del allows_links  # object stores have none
         place = str(folder / name)
         with contextlib.ExitStack() as stack:
-            with _told(place, "opened"):
+            with _as_storage_error(place, "opened"):
                 try:
                     handle = stack.enter_context(self._files.open(place, "rb", block_size=_BLOCK_BYTES))
                 except FileNotFoundError:
                     raise RefusedError("the file is missing") from None
 
             def read_at(target: memoryview, offset: int) -> None:
-                with _told(place, "read"):
+                with _as_storage_error(place, "read"):
                     handle.seek(offset)
                     if handle.readinto(target) != target.nbytes:
                         raise RefusedError("the file ends before its content does")
@@ -264,12 +264,12 @@ class _Objects(Storage):
 
     def write(self, directory: Url, save_id: str, name: str, source: int) -> None:
         del save_id  # already part of the name
-        with _told(directory / name, "written"):
+        with _as_storage_error(directory / name, "written"):
             self._files.put_file(f"/proc/self/fd/{source}", str(directory / name))
 
     def publish(self, directory: Url, save_id: str, manifest: bytes) -> None:
         del save_id
-        with _told(directory / MANIFEST_NAME, "written"):
+        with _as_storage_error(directory / MANIFEST_NAME, "written"):
             self._files.pipe_file(str(directory / MANIFEST_NAME), manifest)
 
     def remove(self, directory: Url, *, is_kept: bool = False) -> None:
@@ -277,7 +277,7 @@ class _Objects(Storage):
         odd = next((name for name in names if not is_checkpoint_file(name)), None)
         if odd is not None:
             raise RefusedError(f"it holds {odd!r}, which is not part of a checkpoint")
-        with _told(directory, "removed"):
+        with _as_storage_error(directory, "removed"):
             if is_kept:
                 self._files.cp_file(str(directory / MANIFEST_NAME), str(directory / SUPERSEDED_NAME))
                 names = [MANIFEST_NAME]
@@ -303,7 +303,7 @@ def _objects(scheme: str) -> Storage:
 
 
 @contextlib.contextmanager
-def _told(place: Url | str, what: str) -> Iterator[None]:
+def _as_storage_error(place: Url | str, what: str) -> Iterator[None]:
     """Turn any error of fsspec in this block into a StorageError without credentials."""
     try:
         yield

@@ -47,8 +47,8 @@ def step_directory(root: str | os.PathLike[str], step: int) -> Path:
 def checkpoints_of(root: str | os.PathLike[str]) -> Path:
     """Return the folder with the checkpoints of ``root``: a run's ``checkpoints`` if it exists, else ``root``."""
     root = place_of(root)
-    held = root / CHECKPOINTS
-    return held if (held.is_dir() if not isinstance(held, Url) else storage_of(held).list(held)) else root
+    folder = root / CHECKPOINTS
+    return folder if (folder.is_dir() if not isinstance(folder, Url) else storage_of(folder).list(folder)) else root
 
 
 def newest_checkpoint(path: str | os.PathLike[str], *, allow_older: bool = False) -> Path | None:
@@ -196,36 +196,36 @@ def retain(
     listing = _list(place_of(root))
     good: list[Path] = []
     refused: list[tuple[Path, str]] = []
-    due: list[Path] = []
+    to_remove: list[Path] = []
     known = {path.absolute() for path in known_good}
     for path in reversed(listing.steps):
-        enough = len(good) >= max(keep, LEAST_KEPT)
-        found, reason = _judge(path, verify=not enough and path.absolute() not in known)
+        has_enough = len(good) >= max(keep, LEAST_KEPT)
+        found, reason = _judge(path, verify=not has_enough and path.absolute() not in known)
         if found is None:
             refused.append((path, reason))
         elif run_id not in {None, found.manifest.run_id}:
-            refused += [(path, f"it belongs to the run {found.manifest.run_id!r}")] if enough else []
-        elif enough:
-            due.append(path)
+            refused += [(path, f"it belongs to the run {found.manifest.run_id!r}")] if has_enough else []
+        elif has_enough:
+            to_remove.append(path)
         else:
             good.append(path)
             run_id = found.manifest.run_id
-    due.reverse()
-    due += _made_again(listing, step_of(good[0].name) if good else None, run_id)
-    for path in (*due, *listing.unfinished, *listing.trash):
+    to_remove.reverse()
+    to_remove += _superseded_again(listing, step_of(good[0].name) if good else None, run_id)
+    for path in (*to_remove, *listing.unfinished, *listing.trash):
         reason = _remove(path)
         refused += [(path, reason)] if reason else []
     return Retained(good=tuple(good), refused=tuple(refused))
 
 
-def _made_again(listing: _Listing, newest: int | None, run_id: str | None) -> list[Path]:
+def _superseded_again(listing: _Listing, newest: int | None, run_id: str | None) -> list[Path]:
     """Return checkpoints up to step ``newest`` that a resume of this run had set aside, and has made again since."""
-    due = []
+    found_again = []
     for step, path in listing.superseded:
         found, _ = _judge(path, verify=False, step=step) if newest is not None and step <= newest else (None, "")
         if found is not None and found.manifest.run_id == run_id:
-            due.append(path)
-    return due
+            found_again.append(path)
+    return found_again
 
 
 def _remove(path: Path) -> str | None:
@@ -253,12 +253,12 @@ def _list(root: Path) -> _Listing:
     for name in storage.list(folder):
         path = folder / name
         if step_of(name) is not None:
-            held = set(storage.list(path)) if isinstance(path, Url) else {MANIFEST_NAME}
-            if MANIFEST_NAME in held:
+            names = set(storage.list(path)) if isinstance(path, Url) else {MANIFEST_NAME}
+            if MANIFEST_NAME in names:
                 listing.steps.append(path)
-            elif SUPERSEDED_NAME in held:
+            elif SUPERSEDED_NAME in names:
                 listing.superseded.append((step_of(name) or 0, path))
-            elif held:
+            elif names:
                 listing.unfinished.append(path)
         elif _TEMPORARY.fullmatch(name):
             listing.unfinished.append(path)

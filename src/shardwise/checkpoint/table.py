@@ -19,12 +19,12 @@ from shardwise.checkpoint.partition import (
     MAX_NUMEL,
     Column,
     Cuts,
-    Held,
+    OwnedPiece,
     Partitions,
-    chain_of,
     column,
-    read_slices,
-    written_slices,
+    divided_dim,
+    slices_from_lists,
+    slices_to_lists,
 )
 from shardwise.checkpoint.shard import Piece
 from shardwise.spec.extent import MAX_CELLS, Extent, describe_cuts
@@ -107,7 +107,7 @@ class Table:
         """Return the slices of a tensor; empty if it is not cut."""
         return self.partitions.slices[self.partition[self.numbers[name]]]
 
-    def pieces(self, name: str) -> Iterator[Held]:
+    def pieces(self, name: str) -> Iterator[OwnedPiece]:
         """Yield every piece of a tensor."""
         return self.partitions.pieces(int(self.partition[self.numbers[name]]))
 
@@ -130,8 +130,8 @@ class Table:
     def of_rank(self, rank: int, *, is_frozen: bool) -> list[Piece]:
         """Return the pieces in a rank's file."""
         return [
-            Piece(self.names[number], self.dtypes[number], held.start, held.stop, held.slice)
-            for partition, held in self.partitions.of_rank(rank)
+            Piece(self.names[number], self.dtypes[number], piece.start, piece.stop, piece.slice)
+            for partition, piece in self.partitions.of_rank(rank)
             for number in self._by_partition[partition]
             if (number in self.frozen) == is_frozen
         ]
@@ -178,9 +178,9 @@ class Table:
 
     def _coverage_problems(self) -> list[str]:
         """Return problems about elements that no rank or several ranks own."""
-        held = self.partitions
-        is_cut = np.array([bool(slices) for slices in held.slices], dtype=bool)[self.partition]
-        numel = held.numel[held.first_slice[self.partition]]
+        partitions = self.partitions
+        is_cut = np.array([bool(slices) for slices in partitions.slices], dtype=bool)[self.partition]
+        numel = partitions.numel[partitions.first_slice[self.partition]]
         wrong = np.flatnonzero(~is_cut & (numel != column(self._numels)))
         found = [
             problem
@@ -188,17 +188,17 @@ class Table:
             for problem in _length_problems(self.names[number], self._numels[number], int(numel[number]))
         ]
         known: set[tuple[int, tuple[int, ...]]] = set()
-        chains: dict[int, tuple[int, int, int] | None] = {}
+        divisions: dict[int, tuple[int, int, int] | None] = {}
         num_odd = 0
         for number in np.flatnonzero(is_cut).tolist():
             partition, shape = int(self.partition[number]), self.shapes[number]
-            slices = held.slices[partition]
-            first = int(held.first_slice[partition])
-            if partition not in chains:
-                chains[partition] = chain_of(slices, held.numel[first : first + len(slices)])
-            chain = chains[partition]
-            if chain is not None and chain[0] < len(shape):
-                dim, size, rest = chain
+            slices = partitions.slices[partition]
+            first = int(partitions.first_slice[partition])
+            if partition not in divisions:
+                divisions[partition] = divided_dim(slices, partitions.numel[first : first + len(slices)])
+            division = divisions[partition]
+            if division is not None and division[0] < len(shape):
+                dim, size, rest = division
                 if shape[dim] == size and self._numels[number] == size * rest:
                     continue
             if (partition, shape) in known:
@@ -207,7 +207,7 @@ class Table:
             num_odd += len(slices)
             if num_odd > MAX_ODD_SLICES:
                 return [*found, f"its tensors are cut in more than {MAX_ODD_SLICES} slices of several ranges"]
-            lengths = held.numel[first : first + len(slices)].tolist()
+            lengths = partitions.numel[first : first + len(slices)].tolist()
             found += slice_problems(self.whole(number), slices, lengths)
             if len(found) > MOST_PROBLEMS:
                 break
@@ -217,7 +217,7 @@ class Table:
 
     def columns(self) -> dict[str, Any]:
         """Return the manifest's columns: ``tensors`` and ``partitions``."""
-        held = self.partitions
+        partitions = self.partitions
         tensors: dict[str, Any] = {
             "name": self.names,
             "dtype": self.dtypes,
@@ -227,15 +227,15 @@ class Table:
         }
         if self.strides:
             tensors["stride"] = [self.strides.get(number) for number in range(len(self.names))]
-        rows = held.runs
+        rows = partitions.runs
         return {
             "tensors": tensors,
             "partitions": {
-                "slices": [written_slices(slices) for slices in held.slices],
-                "num_rows": held.num_rows.tolist(),
-                "rank": held.rank.tolist(),
-                "length": held.length.tolist(),
-                "runs": np.stack([rows, held.count[rows], held.rank_step[rows]], axis=1).tolist(),
+                "slices": [slices_to_lists(slices) for slices in partitions.slices],
+                "num_rows": partitions.num_rows.tolist(),
+                "rank": partitions.rank.tolist(),
+                "length": partitions.length.tolist(),
+                "runs": np.stack([rows, partitions.count[rows], partitions.rank_step[rows]], axis=1).tolist(),
             },
         }
 
@@ -271,7 +271,7 @@ class Table:
             partition=column(tensors.partition),
             frozen=frozenset(tensors.frozen),
             partitions=Partitions(
-                slices=[read_slices(slices) for slices in partitions.slices],
+                slices=[slices_from_lists(slices) for slices in partitions.slices],
                 num_rows=column(partitions.num_rows),
                 rank=column(partitions.rank),
                 length=column(partitions.length),
@@ -281,8 +281,8 @@ class Table:
         )
 
 
-def _length_problems(name: str, numel: int, held: int) -> list[str]:
-    return coverage_problems(name, (numel,), {(): [(0, held, 0)] if held else []})
+def _length_problems(name: str, numel: int, num_owned: int) -> list[str]:
+    return coverage_problems(name, (numel,), {(): [(0, num_owned, 0)] if num_owned else []})
 
 
 def slice_problems(whole: Extent, slices: Sequence[Cuts], lengths: Sequence[int]) -> list[str]:
@@ -293,10 +293,10 @@ def slice_problems(whole: Extent, slices: Sequence[Cuts], lengths: Sequence[int]
         problem = cuts_problem(dataclasses.replace(whole, cuts=cuts))
         if problem is not None:
             return [f"{whole.name}: {problem}"]
-    held: Mapping[Cuts, list[tuple[int, int, int]]] = {
+    ranges: Mapping[Cuts, list[tuple[int, int, int]]] = {
         cuts: [(0, length, 0)] if length else [] for cuts, length in zip(slices, lengths, strict=True)
     }
-    return coverage_problems(whole.name, whole.shape, held)
+    return coverage_problems(whole.name, whole.shape, ranges)
 
 
 def extent_problem(extent: Extent) -> str | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardwise.checkpoint.shard import CHUNK_BYTES, byte_view, file_layout, in_files
+from shardwise.checkpoint.shard import CHUNK_BYTES, byte_view, file_layout, split_into_files
 from shardwise.comm.dtype import dtype_name
 from shardwise.spec.precision import item_bytes
 
@@ -36,7 +36,7 @@ class WeightFolder:
 
     def __init__(self, folder: Path, tensors: Mapping[str, Entry], max_shard_bytes: float, stem: str = "model") -> None:
         sizes = ((name, math.prod(shape) * item_bytes(dtype)) for name, (dtype, shape) in tensors.items())
-        shards = in_files(sizes, max_shard_bytes)
+        shards = split_into_files(sizes, max_shard_bytes)
         count = len(shards)
         self._missing = dict(tensors)
         self._places: dict[str, tuple[int, int]] = {}

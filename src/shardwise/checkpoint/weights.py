@@ -62,7 +62,7 @@ class WeightFiles:
             path = folder / name
             try:
                 header, begin, num_bytes = _header(path)
-                tensors |= {key: _stored(path, key, held, begin, num_bytes) for key, held in header.items()}
+                tensors |= {key: _stored(path, key, entry, begin, num_bytes) for key, entry in header.items()}
             except (OSError, RefusedError, ValueError, KeyError, TypeError, RecursionError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 raise CheckpointError(
@@ -87,14 +87,14 @@ class WeightFiles:
         """
         by_file: dict[Path, list[tuple[StoredTensor, Extent, Tensor]]] = {}
         for extent, target in pairs:
-            held = self.tensors[self.keys[extent.name]]
-            by_file.setdefault(held.file, []).append((held, extent, target))
+            stored = self.tensors[self.keys[extent.name]]
+            by_file.setdefault(stored.file, []).append((stored, extent, target))
         for path, wanted in by_file.items():
             try:
                 with path.open("rb") as opened:
                     file = local_file(opened.fileno())
-                    for held, extent, target in wanted:
-                        _read(file, held, extent, target, self.dtypes[extent.name])
+                    for stored, extent, target in wanted:
+                        _read(file, stored, extent, target, self.dtypes[extent.name])
             except (OSError, RefusedError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 raise CheckpointError(f"{path}: {reason}.\n  Copy or download the folder again.") from None
@@ -116,20 +116,20 @@ class WeightFiles:
         return True
 
 
-def _read(file: StoredFile, held: StoredTensor, extent: Extent, target: Tensor, dtype: torch.dtype) -> None:
-    stored = torch_dtype(held.dtype)
-    whole = Extent(extent.name, held.shape, held.dtype, 0, math.prod(held.shape))
+def _read(file: StoredFile, source: StoredTensor, extent: Extent, target: Tensor, dtype: torch.dtype) -> None:
+    stored = torch_dtype(source.dtype)
+    whole = Extent(extent.name, source.shape, source.dtype, 0, math.prod(source.shape))
     if target.dtype is stored and dtype is stored:
         for block in shared(whole, extent):
-            read_block(file, held.offset, held.dtype, block, target)
+            read_block(file, source.offset, source.dtype, block, target)
         return
-    step = _CAST_BYTES // item_bytes(held.dtype)
+    step = _CAST_BYTES // item_bytes(source.dtype)
     staging = torch.empty(min(step, target.numel()), dtype=stored)
     for start in range(0, target.numel(), step):
         stop = min(start + step, target.numel())
         part, into = replace(extent, start=extent.start + start, stop=extent.start + stop), staging[: stop - start]
         for block in shared(whole, part):
-            read_block(file, held.offset, held.dtype, block, into)
+            read_block(file, source.offset, source.dtype, block, into)
         with torch.no_grad():
             target[start:stop].copy_(into.to(dtype))
 
@@ -162,11 +162,11 @@ def _header(path: Path) -> tuple[dict[str, Any], int, int]:
     return header, 8 + length, num_bytes
 
 
-def _stored(path: Path, key: str, held: Any, begin: int, num_bytes: int) -> StoredTensor:
-    if held["dtype"] not in _DTYPES:
-        raise ValueError(f"{key} has dtype {held['dtype']}, which is not known")
-    dtype, shape = _DTYPES[held["dtype"]], tuple(int(size) for size in held["shape"])
-    start, stop = held["data_offsets"]
+def _stored(path: Path, key: str, entry: Any, begin: int, num_bytes: int) -> StoredTensor:
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"{key} has dtype {entry['dtype']}, which is not known")
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
+    start, stop = entry["data_offsets"]
     if start < 0 or begin + stop > num_bytes or stop - start != math.prod(shape) * item_bytes(dtype):
         raise ValueError(f"{key} of shape {list(shape)} does not take bytes {start} to {stop} of its {num_bytes}")
     return StoredTensor(path, dtype, shape, begin + start)

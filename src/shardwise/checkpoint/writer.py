@@ -28,7 +28,7 @@ from torch import Tensor
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import plain
 from shardwise.checkpoint.background import Background
-from shardwise.checkpoint.combine import Combined, described
+from shardwise.checkpoint.combine import Combined, encode_ranges
 from shardwise.checkpoint.finite import non_finite
 from shardwise.checkpoint.outcome import AFTERWARDS, failure_of, name_space, problem_of
 from shardwise.checkpoint.publish import commit, remove_unfinished
@@ -222,7 +222,7 @@ class _Save:
                 "step": self.step,
                 "run_id": self.run_id,
                 "data": hashlib.sha256(plain.dumps(self.data)).hexdigest(),
-                "extents": described([extent for extent, _ in tensors], frozen),
+                "extents": encode_ranges([extent for extent, _ in tensors], frozen),
                 "non_finite": []
                 if self.allows_non_finite
                 else non_finite([(extent, tensor) for extent, tensor in tensors if extent.name not in frozen])[
@@ -242,8 +242,8 @@ class _Save:
         numbers = scatter_json(self.comm, self._slice_numbers) if answer["has_slices"] else [-1] * len(tensors)
         for (extent, tensor), number in zip(tensors, numbers, strict=True):
             if extent.numel:
-                held = self.frozen_pieces if extent.name in frozen else self.pieces
-                held[Piece(extent.name, extent.dtype, extent.start, extent.stop, number)] = tensor
+                pieces = self.frozen_pieces if extent.name in frozen else self.pieces
+                pieces[Piece(extent.name, extent.dtype, extent.start, extent.stop, number)] = tensor
         self.has_frozen = answer["has_frozen"]
 
     def _combine(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -254,11 +254,11 @@ class _Save:
         if problems:
             lines = "".join(f"\n  - {problem}" for problem in problems[:20])
             more = f"\n  - and {len(problems) - 20} more" if len(problems) > 20 else ""
-            raise _ToldError(CheckpointError, f"what the ranks gave does not make one state:{lines}{more}")
+            raise _VerdictError(CheckpointError, f"what the ranks gave does not make one state:{lines}{more}")
         non_finite_on = {rank: report["non_finite"] for rank, report in enumerate(reports) if report["non_finite"]}
         if non_finite_on:
             lines = "".join(f"\n  - rank {rank}: {', '.join(names)}" for rank, names in [*non_finite_on.items()][:20])
-            raise _ToldError(
+            raise _VerdictError(
                 NonFiniteError,
                 f"there is NaN or infinity in what it would hold:{lines}\n"
                 "  Nothing was written; earlier checkpoints are as they were. Go back to one of them with a lower"
@@ -267,7 +267,7 @@ class _Save:
             )
         needed, free = sum(report["bytes"] for report in reports), reports[0]["free"]
         if needed > free:
-            raise _ToldError(
+            raise _VerdictError(
                 StorageError, f"no space left on device: {size(needed)} needed, {size(free)} free.{AFTERWARDS}"
             )
         self.columns = combined.table.columns()
@@ -359,7 +359,7 @@ class _Save:
                 return {"good": [], "refused": [], "after": outcome["problem"]}
             failure = failure_of([outcome]) if "problem" in outcome else outcome if "failed" in outcome else None
             if failure is not None:
-                raise _ToldError(_KINDS[failure["kind"]], failure["failed"])
+                raise _VerdictError(_KINDS[failure["kind"]], failure["failed"])
             return outcome
 
         try:
@@ -392,8 +392,8 @@ class _Save:
 
     def _shared(self, ending: str) -> list[Path]:
         """Return other checkpoints' files of frozen parameters whose names end like this, newest first."""
-        beside = sorted(self.directory.parent.glob("*/frozen-*"), reverse=True)
-        return [path for path in beside if path.name.endswith(ending) and _UNPUBLISHED.search(path.parent.name) is None]
+        paths = sorted(self.directory.parent.glob("*/frozen-*"), reverse=True)
+        return [path for path in paths if path.name.endswith(ending) and _UNPUBLISHED.search(path.parent.name) is None]
 
     @contextlib.contextmanager
     def removing_on_failure(self) -> Iterator[None]:
@@ -484,8 +484,8 @@ class _Save:
             return failure
         try:
             return {"answer": decide([report["result"] for report in reports])}
-        except _ToldError as told:
-            return {"failed": told.text, "kind": told.kind.__name__}
+        except _VerdictError as error:
+            return {"failed": error.text, "kind": error.kind.__name__}
         except Exception as error:  # noqa: BLE001 - as in _exchange
             return failure_of([problem_of(error)]) or {}
 
@@ -503,7 +503,7 @@ _KINDS: dict[str, type[ShardwiseError]] = {
 }
 
 
-class _ToldError(Exception):
+class _VerdictError(Exception):
     """An error that rank 0 has found in the reports of all ranks, as class and text."""
 
     def __init__(self, kind: type[ShardwiseError], text: str) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import plain
-from shardwise.checkpoint.combine import Combined, described
+from shardwise.checkpoint.combine import Combined, encode_ranges
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.manifest import encode, file_columns
 from shardwise.checkpoint.publish import remove_unfinished
-from shardwise.checkpoint.shard import Piece, in_files, layout, shard_name, write_shard
+from shardwise.checkpoint.shard import Piece, layout, shard_name, split_into_files, write_shard
 from shardwise.checkpoint.storage import FOLDERS, temporary_of
 from shardwise.checkpoint.table import extent_problem
 from shardwise.spec.errors import CheckpointError, StorageError
@@ -29,7 +29,7 @@ from shardwise.spec.precision import item_bytes
 _RUN_ID = "imported"
 
 
-def write_alone(
+def write_from_one_process(
     directory: Path,
     tensors: Sequence[Extent],
     read: Callable[[str], Tensor],
@@ -49,7 +49,7 @@ def write_alone(
     if problems:
         raise CheckpointError("; ".join(problems[:10]) + ".\n  Nothing was written.")
     save_id = secrets.token_hex(8)
-    files = in_files(((held, held.numel * item_bytes(held.dtype)) for held in tensors), max_file_bytes)
+    files = split_into_files(((extent, extent.numel * item_bytes(extent.dtype)) for extent in tensors), max_file_bytes)
     temporary = temporary_of(directory, save_id)
     try:
         packed = plain.pack(dict(data))
@@ -57,13 +57,13 @@ def write_alone(
         temporary.mkdir()
         with folders.open_folder(temporary, follow=False) as folder:
             entries = []
-            for rank, held in enumerate(files):
-                pieces = _Content(held, read)
+            for rank, extents in enumerate(files):
+                pieces = _Content(extents, read)
                 plan = layout(save_id=save_id, run_id=_RUN_ID, step=step, rank=rank, pieces=pieces)
                 name = shard_name(save_id, rank)
                 digest = write_shard(folder, name, plan, pieces)
                 entries.append({"bytes": plan.file_bytes, "hash": digest})
-            combined = Combined((rank, described(held)) for rank, held in enumerate(files))
+            combined = Combined((rank, encode_ranges(extents)) for rank, extents in enumerate(files))
             assert not combined.problems, combined.problems[:3]
             content = {
                 "save_id": save_id,
@@ -88,7 +88,7 @@ class _Content(Mapping[Piece, Tensor]):
     """The pieces of one file; each is read when it is accessed."""
 
     def __init__(self, tensors: Sequence[Extent], read: Callable[[str], Tensor]) -> None:
-        self._pieces = [Piece(held.name, held.dtype, held.start, held.stop) for held in tensors if held.numel]
+        self._pieces = [Piece(each.name, each.dtype, each.start, each.stop) for each in tensors if each.numel]
         self._read = read
 
     def __getitem__(self, piece: Piece) -> Tensor:
