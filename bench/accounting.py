@@ -32,12 +32,12 @@ class StateBytes:
     optimizer: float
     update: float = 0.0
 
-    def of(self, row: Placements, ranks: int) -> tuple[float, float, float]:
+    def of(self, placements: Placements, ranks: int) -> tuple[float, float, float]:
         """Bytes per parameter on one of ``ranks`` ranks, each part divided where the placements shard it."""
         return (
-            self.weight / (ranks if row.shards_parameters else 1),
-            self.gradient / (ranks if row.pools_gradients else 1),
-            self.optimizer / (ranks if row.shards_optimizer else 1),
+            self.weight / (ranks if placements.shards_parameters else 1),
+            self.gradient / (ranks if placements.pools_gradients else 1),
+            self.optimizer / (ranks if placements.shards_optimizer else 1),
         )
 
     def __call__(self, root: Parameters, runs: Runs, rules: Rules) -> tuple[States, float]:
@@ -45,8 +45,8 @@ class StateBytes:
         merged = merged_runs(root, runs, rules)
         every = root.numel + sum(count * unit.numel for count, _, unit in merged)
         experts = root.experts + sum(count * unit.experts for count, _, unit in merged)
-        dense = self.of(rules.row, rules.shard_size)
-        routed = self.of(rules.row, max(rules.shard_size // rules.ep, 1))
+        dense = self.of(rules.placements, rules.shard_size)
+        routed = self.of(rules.placements, max(rules.shard_size // rules.ep, 1))
         held = [int((every - experts) * a + experts * b) for a, b in zip(dense, routed, strict=True)]
         footprint = Footprint(parameters=held[0], gradients=held[1], optimizer=held[2])
         units = tuple(_nothing(count, blocks) for count, blocks, _ in merged)

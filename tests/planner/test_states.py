@@ -35,7 +35,7 @@ def test_a_few_units_give_the_footprint_of_all(  # noqa: PLR0917 - what hypothes
     reduce_dtype, limit,
 ):  # fmt: skip
     rules = Rules(
-        row=PRESETS[row],
+        placements=PRESETS[row],
         shard_size=shard_size,
         num_replicas=replicas,
         is_replicated=replicas > 1,
@@ -57,7 +57,7 @@ def test_a_few_units_give_the_footprint_of_all(  # noqa: PLR0917 - what hypothes
 
 
 def test_merged_units_hold_every_block():
-    rules = Rules(row=PRESETS["zero3"], shard_size=2, device_type="cpu")
+    rules = Rules(placements=PRESETS["zero3"], shard_size=2, device_type="cpu")
     runs = ((48, Parameters(50_000)), (3, Parameters(70_000)))
     merged = merged_runs(Parameters(10_000), runs, rules)
     assert sum(count * blocks for count, blocks, _ in merged) == 51

@@ -24,7 +24,7 @@ def test_there_are_54_cells():
 
 @pytest.mark.parametrize(("row", "strategy", "column"), CELLS)
 def test_model_states_are_those_of_the_table(row, strategy, column):
-    rules = Rules(row=PRESETS[strategy], shard_size=int(row["dp"]))
+    rules = Rules(placements=PRESETS[strategy], shard_size=int(row["dp"]))
     billions = float(row["params_b"])
     held = ZERO(Parameters(0), ((1, Parameters(int(billions * 1e9))),), rules)[0].footprint
     assert held.on_device / 1e9 == pytest.approx(float(row[column]), rel=0.0005)  # four digits

@@ -56,7 +56,7 @@ def test_even_shapes_give_zeros_table_in_single_precision_plus_headers(preset, w
     assert held.parameters == parameters(world) * PSI
     assert held.gradients == gradients(world) * PSI + 4 * HEADER * slices * units
     assert held.optimizer == optimizer(world) * PSI + 4 * sum(
-        1 for group in model(preset, world) if not group.row.shards_optimizer or group.layout.owned(0)
+        1 for group in model(preset, world) if not group.placements.shards_optimizer or group.layout.owned(0)
     )
 
 
@@ -163,11 +163,11 @@ def test_all_gradient_buffers_but_one_are_on_their_way_while_it_is_filled(limit)
 )
 def test_ranks_together_hold_the_state_of_every_element(preset, world, sizes):
     groups = model(preset, world, root=sizes[0], blocks=sizes[1:])
-    copies = 1 if groups[0].row.shards_optimizer else world
+    copies = 1 if groups[0].placements.shards_optimizer else world
     state = sum(footprint(groups, rank=rank, optimizer_scalar_bytes=0).optimizer for rank in range(world))
     assert state == 8 * sum(sizes) * copies
     parameters = sum(footprint(groups, rank=rank).parameters for rank in range(world))
-    assert parameters >= 4 * sum(sizes) * (1 if groups[0].row.shards_parameters else world)
+    assert parameters >= 4 * sum(sizes) * (1 if groups[0].placements.shards_parameters else world)
 
 
 def test_optimizers_with_less_state_take_less():

@@ -93,7 +93,7 @@ def test_even_shapes_send_the_share_of_the_peers(world):
 def test_what_all_ranks_send_is_what_all_ranks_must_receive(preset, world, numel, dtype, granularity):
     group = shape(preset, world, numel=numel, dtype=dtype, granularity=granularity)
     sent = sum(reduction_bytes(group, rank) for rank in range(world))
-    times = 1 if group.row.shards_optimizer else 2
+    times = 1 if group.placements.shards_optimizer else 2
     assert sent == times * (world - 1) * group.reduce_layout.numel * group.item_bytes
     gathered = sum(gather_bytes(group, rank) for rank in range(world))
     assert gathered == (world - 1) * group.layout.numel * group.item_bytes

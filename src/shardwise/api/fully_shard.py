@@ -117,7 +117,7 @@ def fully_shard(
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         check_inner_size(reshard_after_forward, comms.gather.size)
     synchronise(root, {id(entry.parameter) for entry in own}, comms.control, mode="warn")
-    row = PRESETS["hsdp" if comms.replicate is not None else "zero3"]
+    placements = PRESETS["hsdp" if comms.replicate is not None else "zero3"]
     options = EngineOptions(
         policy=mp_policy or FULL_PRECISION,
         reshard_after_forward=reshard_after_forward,
@@ -134,7 +134,7 @@ def fully_shard(
     for part in modules.values():
         precision.install_casts(part, policies.at(""), casts_output=True)
     owned = _by_module(own, modules)
-    make_unit = unit_maker(row, comms, options, policies)
+    make_unit = unit_maker(placements, comms, options, policies)
     unit = make_unit(modules, owned, offload=offload)
     is_list = "" not in modules
     units = [make_unit({"": root}, {"": []}), unit] if is_list else [unit]
@@ -147,7 +147,7 @@ def fully_shard(
         for other in below:
             rename(other, places)
         units += below
-    engine = start(root, nest(units), row, comms, options, ignored=ignored)
+    engine = start(root, nest(units), placements, comms, options, ignored=ignored)
     if is_list:
         engine.extras.add(_Rootless())
         engine.extras.guards.insert(0, _Rootless.refuse)
@@ -421,7 +421,7 @@ class _UnitMethod(Uncopyable):
         self._check_root(unit, recurse=recurse)
         if not requires_gradient_sync:
             refuse_sums(engine, f"{self._name}(False)")
-        mode = engine.options.accumulation(engine.row)
+        mode = engine.options.accumulation(engine.placements)
         set_gradient_sync(engine, is_enabled=bool(requires_gradient_sync), mode=mode)
 
     def _set_requires_all_reduce(

@@ -90,7 +90,7 @@ def _copies(
     for group in engine.groups:
         dtype = str(group.dtype).removeprefix("torch.")
         name = f"{group.unit.name} ({dtype}{'' if group.wants_gradients else ', frozen'})"
-        copies = group.comms.replicate if group.row.shards_optimizer else group.comms.control
+        copies = group.comms.replicate if group.placements.shards_optimizer else group.comms.control
         yield copies, f"parameters of {name}", [group.master]
         if held := states.get(id(group)):
             yield copies, f"optimizer state of {name}", held

@@ -256,7 +256,7 @@ def _content(
     state = dict(state or {})
     data: dict[str, Any] = {
         "state": state,
-        "strategy": engine.row.describe(),
+        "strategy": engine.placements.describe(),
         "mesh": engine.comms.sizes,
     }
     optimizers = _listed(optimizer)

@@ -52,7 +52,7 @@ def shard_model(
     checks.install_checks()
     if comms.gather.device.type == "cpu":
         heap.keep_freed_memory()
-    row, ignored, policies = prepared.plan.placements, prepared.left_alone, prepared.policies
+    placements, ignored, policies = prepared.plan.placements, prepared.left_alone, prepared.policies
     unit_modules = prepared.units
     owned = assign_parameters(model, unit_modules, ignored)
     allows_meta = source is not None or comms.gather.device.type == "meta"
@@ -70,14 +70,14 @@ def shard_model(
         limit=options.merge_limit,
     )
     content = {names: [entry for name in names for entry in owned[name]] for names in merged}
-    on_host = choose_units(content, row, options.offload) if options.offload is not None else set()
+    on_host = choose_units(content, placements, options.offload) if options.offload is not None else set()
     policies.cast_buffers(model, ignored.buffers)
     policies.install_casts(model, unit_modules)
     recompute.install(prepared.recomputed, options.recompute)
     offloaded = activation_offload.install(prepared.offloaded, options.activation_offload, device=comms.gather.device)
     modules = {"": model, **unit_modules}
-    ranks = assign_ranks(owned.values(), row, comms) if options.granularity == TENSOR else {}
-    make_unit = unit_maker(row, comms, options, policies)
+    ranks = assign_ranks(owned.values(), placements, comms) if options.granularity == TENSOR else {}
+    make_unit = unit_maker(placements, comms, options, policies)
     units: dict[str, Unit] = {}
     for names, entries in content.items():
         if source is not None:
@@ -90,7 +90,7 @@ def shard_model(
             is_divided=bool(ignored.spread),
         )
         units[names[0]].recomputed_in = recompute.enclosing(names[0], prepared.recomputed)
-    engine = start(model, nest(units.values()), row, comms, options, ignored=ignored)
+    engine = start(model, nest(units.values()), placements, comms, options, ignored=ignored)
     if offloaded is not None:
         engine.extras.add(offloaded)
     engine.extras.add(Description(recomputed=tuple(prepared.recomputed), offloaded=tuple(prepared.offloaded)))
@@ -98,12 +98,12 @@ def shard_model(
 
 
 def unit_maker(
-    row: Placements, comms: Comms, options: EngineOptions, policies: precision.Policies
+    placements: Placements, comms: Comms, options: EngineOptions, policies: precision.Policies
 ) -> Callable[..., Unit]:
     """Bind :func:`engine.build.make_unit` to a model's dtypes, and to the forms and gradients of ``engine.storage``."""
     return functools.partial(
         build.make_unit,
-        row=row,
+        placements=placements,
         comms=comms,
         options=options,
         kind_of=lambda entry: kind_of(entry, policies, options.quantization),
@@ -115,7 +115,7 @@ def unit_maker(
 def start(
     root: nn.Module,
     units: Sequence[Unit],
-    row: Placements,
+    placements: Placements,
     comms: Comms,
     options: EngineOptions,
     *,
@@ -123,7 +123,7 @@ def start(
 ) -> Engine:
     """Build the engine of ``units`` with the guards of every model. Extensions attached later run before the guards."""
     mark_shards(units)
-    engine = build.start_engine(units, row, comms, options)
+    engine = build.start_engine(units, placements, comms, options)
     attach(engine)
     cover_shards(engine.groups)
     engine.extras.add(ignored)

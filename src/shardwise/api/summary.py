@@ -251,7 +251,9 @@ def summary(model: nn.Module) -> Summary:
         None: every rank summarizes its own part.
     """
     engine = engine_of(model, "sw.summary", on_shards=False)
-    sharded = [group.layout for group in engine.groups if group.row.shards_optimizer and group.layout.logical_numel]
+    sharded = [
+        group.layout for group in engine.groups if group.placements.shards_optimizer and group.layout.logical_numel
+    ]
     owned = rank_bytes(sharded)
     policy = engine.options.recompute
     buffers = engine.extras.find(BufferSync)
@@ -261,7 +263,7 @@ def summary(model: nn.Module) -> Summary:
         rank=engine.comms.control.rank,
         world_size=engine.comms.num_ranks,
         mesh=engine.comms.sizes,
-        placements=engine.row.describe(),
+        placements=engine.placements.describe(),
         granularity=str(sharded[0].granularity if sharded else ELEMENT),
         imbalance=max(owned) * len(owned) / sum(owned) if owned else 1.0,
         num_idle_ranks=owned.count(0),

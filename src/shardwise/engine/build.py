@@ -61,7 +61,7 @@ def is_below(path: str, unit: str) -> bool:
 def make_unit(
     modules: Mapping[str, nn.Module],
     owned: Mapping[str, Sequence[OwnedParameter]],
-    row: Placements,
+    placements: Placements,
     comms: Comms,
     options: EngineOptions,
     *,
@@ -77,7 +77,7 @@ def make_unit(
     Args:
         modules: The unit's modules by path; the root's path is ``""``.
         owned: The parameters that each module owns, by the same paths.
-        row: Placements of the strategy.
+        placements: Placements of the strategy.
         comms: The Comm of each axis.
         options: Options of the engine.
         kind_of: Returns the properties that a parameter must share with the others of its group.
@@ -88,7 +88,7 @@ def make_unit(
         is_divided: Whether tp, pp, cp or ep divides some parameters of the model over the ranks.
     """
     is_root = tuple(modules) == ("",)
-    reshards, inner_size = options.reshards(default=not row.keeps_gathered and not is_root)
+    reshards, inner_size = options.reshards(default=not placements.keeps_gathered and not is_root)
     unit = Unit(merged_name(tuple(modules)) or ROOT, modules, reshards=reshards, inner_size=inner_size)
     unit.ahead = options.prefetch
     kinds: dict[Kind, list[OwnedParameter]] = {}
@@ -98,22 +98,22 @@ def make_unit(
     for kind, found in kinds.items():
         over = comms.of(slice_of(found[0].parameter))
         # Frozen parameters never change. Where the strategy replicates parameters, nothing needs to be sent for them.
-        group_row = row if kind.is_trainable or row.shards_parameters else PRESETS["ddp"]
+        group_placements = placements if kind.is_trainable or placements.shards_parameters else PRESETS["ddp"]
         dtype, compute_dtype, reduce_dtype = map(dtype_name, kind.dtypes)
         held_as, sent_as, reduced_as = options.quantization.forms(
             frozen_as=kind.frozen_as,
             is_float=kind.dtypes[0].is_floating_point,
             compute_dtype=compute_dtype,
-            is_sharded=group_row.shards_optimizer,
+            is_sharded=group_placements.shards_optimizer,
         )
-        is_offloaded = offload is not None and offload.covers(group_row, is_trainable=kind.is_trainable)
+        is_offloaded = offload is not None and offload.covers(group_placements, is_trainable=kind.is_trainable)
         # Matrices before vectors: the parameters with weight decay are then usually contiguous
         # (storage.flat_parameters).
         entries = sorted(found, key=lambda entry: entry.parameter.dim() < 2)
         in_blocks = kind.dtypes[0].is_floating_point and kind.frozen_as == "none"
         quantization = options.quantization if in_blocks else NO_QUANTIZATION
         packed_in = {kind.frozen_as, quantization.gather, quantization.reduce} - {"none"}
-        is_cut = group_row.shards_optimizer and held_as is None  # frozen weights have no optimizer
+        is_cut = group_placements.shards_optimizer and held_as is None  # frozen weights have no optimizer
         layout = GroupLayout.build(
             [_spec(entry, dtype) for entry in entries],
             over.gather.size,
@@ -125,7 +125,7 @@ def make_unit(
         facts = GroupFacts(
             unit=unit.index,
             layout=layout,
-            row=group_row,
+            placements=group_placements,
             depth=0,
             reshards=reshards,
             is_trainable=kind.is_trainable,
@@ -136,12 +136,15 @@ def make_unit(
             reduced_as=reduced_as,
             inner_size=unit.inner_size or 0,
             is_offloaded=is_offloaded,
-            keeps_shard=is_offloaded and held_as is None and offload is not None and offload.keeps_shard(group_row),
+            keeps_shard=is_offloaded
+            and held_as is None
+            and offload is not None
+            and offload.keeps_shard(group_placements),
             ep=1 if over is comms or comms.ep is None else comms.ep.size,
             # The loss is a mean over all ranks. Experts receive the gradients of tokens from all ranks of ep, so their
             # sums over fewer ranks are divided by the same number as other sums.
             num_ranks=comms.num_ranks,
-            holds_part=is_part or (group_row.shards_optimizer and layout.size > 1),
+            holds_part=is_part or (group_placements.shards_optimizer and layout.size > 1),
             num_ahead=max(options.prefetch),
         )
         shards = [entry.parameter for entry in entries]
@@ -157,7 +160,7 @@ def make_unit(
                 owner.shards[attribute] = entry.parameter
     for member in unit.members:
         member.owners = list(owners[member].values())
-    unit.reshards_after_forward &= any(not group.is_resident for group in unit.groups) or row.shards_parameters
+    unit.reshards_after_forward &= any(not group.is_resident for group in unit.groups) or placements.shards_parameters
     return unit
 
 
@@ -177,16 +180,16 @@ def _spec(entry: OwnedParameter, dtype: str) -> ParamSpec:
 
 def start_engine(
     units: Sequence[Unit],
-    row: Placements,
+    placements: Placements,
     comms: Comms,
     options: EngineOptions,
 ) -> Engine:
     """Make the engine of ``units`` (the root first), and install its hooks on their modules."""
-    engine = Engine(units, row, comms, options)
+    engine = Engine(units, placements, comms, options)
     _number(engine)
     _relate(units)
     for unit in units:
-        unit.is_resident = not row.shards_parameters and all(group.is_resident for group in unit.groups)
+        unit.is_resident = not placements.shards_parameters and all(group.is_resident for group in unit.groups)
         _give_buffers(engine, unit)
         _install_hooks(engine, unit)
         _link_unsharded(unit)

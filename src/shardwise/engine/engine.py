@@ -49,7 +49,7 @@ class Engine:
 
     Attributes:
         units: The units, outermost first; ``units[0]`` is the root.
-        row: Placements of the strategy.
+        placements: Placements of the strategy.
         extras: Objects that other packages attach: observers, guards and others.
         window: State of the time between two updates of the parameters.
         gradients: Counts the full-size gradient buffers in use.
@@ -66,17 +66,17 @@ class Engine:
     def __init__(
         self,
         units: Sequence[Unit],
-        row: Placements,
+        placements: Placements,
         comms: Comms,
         options: EngineOptions,
     ) -> None:
         self.units = list(units)
         self.reducing: deque[tuple[Unit, Group, Handle]] = deque()
-        self.row = row
+        self.placements = placements
         self.comms = comms
         self.options = options
         self.extras = Extras()
-        self.window = Window(options.accumulation(row))
+        self.window = Window(options.accumulation(placements))
         self.gradients = GradientMemory(options.num_gradient_buffers, self._finish_oldest)
         self.gathered = Meter()
         self.num_wrong_prefetches = 0
@@ -105,7 +105,7 @@ class Engine:
 
     def _make_orders(self) -> Paths:
         units, backward = self.units, self.backward
-        gather, control, gathers = self.comms.gather, self.comms.control, self.row.shards_optimizer
+        gather, control, gathers = self.comms.gather, self.comms.control, self.placements.shards_optimizer
 
         def peers(entry: Entry) -> tuple[RankPeers | None, RankPeers]:
             forward = RankPeers(gather, entry, units) if gathers else None
@@ -164,7 +164,7 @@ class Engine:
         calls.frames.append(torch_private.next_sequence_number())
         member.num_frames += 1
         calls.has_run |= forward.trains
-        if self.row.shards_optimizer:
+        if self.placements.shards_optimizer:
             for index in self.orders.forward_order.advance_to(unit.index):
                 self._visit(self.units[index])
         self._release_left(but=unit)
@@ -290,7 +290,7 @@ class Engine:
     def _end_forward(self) -> None:
         order, is_shared = self.orders.forward_order, self.forward.is_shared
         self.forward.handled = None  # its traceback holds activations
-        if is_shared and self.row.shards_optimizer:
+        if is_shared and self.placements.shards_optimizer:
             for index in order.finish():
                 self._visit(self.units[index])
         self._release_left()
@@ -544,7 +544,7 @@ class Engine:
         """
         comms = self.comms
         is_divided = any(comm is not None for comm in (comms.tp, comms.pp, comms.cp, comms.ep))
-        if is_divided or any(not group.is_resident or group.row.shards_optimizer for group in self.groups):
+        if is_divided or any(not group.is_resident or group.placements.shards_optimizer for group in self.groups):
             raise StateError(
                 f"{what} reached unit {unit.name!r}: this rank has its parameters in full only while it computes.\n"
                 "  Set strategy='ddp' (without tp, pp, cp and ep), under which it works, or compute it with a plain"
@@ -585,7 +585,7 @@ class Engine:
             shard groups exchange nothing, also while there are frozen units that no backward has entered.
         """
         order, gathers = self.orders.backward[entry], self.orders.forward[entry]
-        has_forward = self.row.shards_optimizer and self.comms.gather.size > 1
+        has_forward = self.placements.shards_optimizer and self.comms.gather.size > 1
         is_told = self.comms.control is self.comms.gather
         was_open, gathers.was_open = gathers.was_open, False
         if was_open and is_told:
@@ -769,7 +769,7 @@ class Engine:
                 if full.grad is not None
             ]
             was_kept = unit.state is State.UNSHARDED and not unit.reshards_after_forward
-            is_there = was_kept or unit.healed_in == generation or all(group.is_standing for group in unit.groups)
+            is_there = was_kept or unit.healed_in == generation or all(group.is_permanent for group in unit.groups)
             if strays and (not is_there or unit.updated_in == generation):
                 for group in trained:
                     for full in group.unsharded:

@@ -108,8 +108,8 @@ class GradientStorage:
         views: One view of :attr:`tensor` for each parameter: its ``.grad``.
         plain: The same views as plain tensors.
         as_part: Wraps a gradient (of a shard) whose other parts are on other ranks, so that it refuses norms.
-        is_apart: Whether ``.grad`` is never part of the buffer that is reduced.
-        full: The full-size gradient buffer, unless it is pooled. ``.grad`` is a part of it, except with ``is_apart``.
+        is_separate: Whether ``.grad`` is never part of the buffer that is reduced.
+        full: The full-size gradient buffer, unless it is pooled. ``.grad`` is a part of it, unless ``is_separate``.
         flats: Views over several parameters: ``.grad`` of flat parameters.
         is_lent: Whether ``.grad`` exists for one update only (the optimizer steps inside backward).
     """
@@ -117,7 +117,7 @@ class GradientStorage:
     def __init__(self, group: Group, as_part: Callable[[Tensor, Tensor | None], Tensor]) -> None:
         self.group = group
         self.as_part = as_part
-        self.is_apart = group.facts.is_reduced_apart
+        self.is_separate = group.facts.has_separate_grad
         self.tensor: Tensor | None = None
         self.views: list[Tensor] = []
         self.plain: list[Tensor] = []
@@ -145,20 +145,20 @@ class GradientStorage:
     def _memory(self) -> Tensor:
         """The allocation of which :attr:`tensor` is all or a part."""
         assert self.tensor is not None
-        return self.tensor if self.full is None or self.is_apart else self.full.memory
+        return self.tensor if self.full is None or self.is_separate else self.full.memory
 
     @property
     def _memories(self) -> list[Tensor]:
-        """That allocation, and with ``is_apart`` the full-size buffer as well."""
-        return [self._memory, self.full.memory] if self.full is not None and self.is_apart else [self._memory]
+        """That allocation, and with ``is_separate`` the full-size buffer as well."""
+        return [self._memory, self.full.memory] if self.full is not None and self.is_separate else [self._memory]
 
     def _make(self, *, is_filled: bool) -> Tensor:
         group, gradient = self.group, self.group.gradient
         if not gradient.is_pooled:
             self.full = gradient.make_buffer()
-        if self.full is None or self.is_apart:
+        if self.full is None or self.is_separate:
             numel = gradient.layout.slice_numel(group.rank)
-            if is_filled or self.is_apart:
+            if is_filled or self.is_separate:
                 self.tensor = group.form.zeros(group, numel)
             else:
                 self.tensor = torch.empty(numel, dtype=group.dtype, device=group.device)
@@ -397,7 +397,7 @@ class Gradient:
         if self._local is not None:
             return self._local
         home = self.storage
-        if self.is_pooled or home.is_lent or (not home.is_apart and self.has_sums):
+        if self.is_pooled or home.is_lent or (not home.is_separate and self.has_sums):
             memory.take(self._kind, self._num_bytes)
             if self._scratch is None:
                 self._scratch = self.make_buffer()
@@ -480,9 +480,9 @@ class Gradient:
 
     def _place_of_sum(self, buffer: Tensor, partial: Tensor | None) -> Tensor:
         """Return memory for the sum over ``dp_shard``: that of ``.grad`` if free, else this rank's slice in place."""
-        if not self.group.facts.row.shards_optimizer:
+        if not self.group.facts.placements.shards_optimizer:
             return buffer
-        is_free = not (self.storage.is_lent or self.storage.is_apart or self.has_sums)
+        is_free = not (self.storage.is_lent or self.storage.is_separate or self.has_sums)
         if self.is_pooled and is_free and partial is None:
             return self.storage.make(is_filled=False)
         return buffer[self.layout.slice_of(self.group.rank)]

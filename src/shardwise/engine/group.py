@@ -83,7 +83,7 @@ class Form:
         """As :meth:`gather`, from a master that is on the device that computes."""
         if group.is_copied:
             group.own.copy_(master, non_blocking=True)
-        if not group.row.shards_optimizer:
+        if not group.placements.shards_optimizer:
             return Done()
         return group.comms.gather.all_gather(group.gathered, unit=group.unit.name, cuts=group.layout.uneven_cuts)
 
@@ -108,7 +108,7 @@ class Form:
             ``(n-1)/n`` (twice that) of the padded buffer is sent. All ranks must call in the same order.
         """
         comm, unit = group.comms.reduce, group.unit.name
-        if not group.row.shards_optimizer:
+        if not group.placements.shards_optimizer:
             return comm.all_reduce(buffer, unit=unit, divisor=divisor)
         return comm.reduce_scatter(buffer, result, unit=unit, divisor=divisor, cuts=group.gradient.layout.uneven_cuts)
 
@@ -140,7 +140,7 @@ class Group:
         held: The piece of each parameter that the master holds.
         views: One view of the master for each parameter.
         is_allocated: Whether the gathered buffer has memory.
-        is_standing: Whether the gathered buffer has memory permanently.
+        is_permanent: Whether the gathered buffer has memory permanently.
         is_resident: Whether parameters are replicated, so that the full ones are never released.
         own: This rank's part of the gathered buffer.
         is_copied: Whether a gather copies the master into the gathered buffer first.
@@ -170,11 +170,11 @@ class Group:
         self.unsharded: list[nn.Parameter] = []
         self.is_allocated = True
         self.is_resident = facts.is_resident
-        self.is_standing = facts.is_resident or facts.is_alone
+        self.is_permanent = facts.is_resident or facts.is_unsharded_locally
         self.replica: Tensor | None = None
         self.epoch = -1
         layout = facts.layout
-        self.held = layout.owned_by_param(self.rank) if facts.row.shards_optimizer else layout.whole
+        self.held = layout.owned_by_param(self.rank) if facts.placements.shards_optimizer else layout.whole
         self.master = self._make_master()
         self.views = self.held_views(form.elements(self))
         self.bind_shards()
@@ -183,9 +183,9 @@ class Group:
     # -- facts
 
     @property
-    def row(self) -> Placements:
+    def placements(self) -> Placements:
         """Placements of the group."""
-        return self.facts.row
+        return self.facts.placements
 
     @property
     def layout(self) -> GroupLayout:
@@ -220,7 +220,7 @@ class Group:
     @property
     def resident_buffer(self) -> Tensor | None:
         """The permanent full copy of the group; ``None`` if parameters are sharded."""
-        return self.master if self.facts.is_alone else self.replica
+        return self.master if self.facts.is_unsharded_locally else self.replica
 
     @property
     def wants_gradients(self) -> bool:
@@ -242,16 +242,18 @@ class Group:
             return self.form.make_master(self)
         self.replica = torch.zeros(self.layout.numel, dtype=self.compute_dtype, device=self.device)
         self._fill(self.replica, self.layout.whole)
-        if self.facts.is_apart:
+        if self.facts.has_separate_master:
             return self.form.make_master(self)
-        return self.replica[self.layout.slice_of(self.rank)] if self.row.shards_optimizer else self.replica
+        return self.replica[self.layout.slice_of(self.rank)] if self.placements.shards_optimizer else self.replica
 
     def fill(self, master: Tensor) -> Tensor:
         """Copy the parameters of the unsharded model into ``master``, and return it.
 
         Parameters without memory are skipped; they are initialized later.
         """
-        return self._fill(master, self.layout.owned(self.rank) if self.row.shards_optimizer else self.layout.whole)
+        return self._fill(
+            master, self.layout.owned(self.rank) if self.placements.shards_optimizer else self.layout.whole
+        )
 
     @torch.no_grad()
     def _fill(self, flat: Tensor, pieces: Iterable[Piece]) -> Tensor:
@@ -283,7 +285,7 @@ class Group:
     def held_view(self, index: int, flat: Tensor, *, first: int = 0) -> Tensor:
         """Return the view of parameter ``index`` in ``flat``, which has the master's layout from element ``first``."""
         spec, piece = self.layout.params[index], self.held[index]
-        shape, stride = self.layout.held_shape(piece) if self.row.shards_optimizer else (spec.shape, spec.stride)
+        shape, stride = self.layout.held_shape(piece) if self.placements.shards_optimizer else (spec.shape, spec.stride)
         offset = flat.storage_offset() + piece.offset - first
         return flat.as_strided(shape, stride or contiguous_stride(shape), offset)
 
@@ -337,14 +339,14 @@ class Group:
         """Make the full parameters: views of the gathered buffer, whose memory is freed unless it is permanent."""
         if self.unsharded:
             return  # made by an engine of a part of the model (sw.fully_shard)
-        standing, layout = self.resident_buffer, self.layout
-        if standing is None:
-            standing = torch.empty(layout.numel, dtype=self.compute_dtype, device=self.device)
-        self.gathered = standing
-        is_apart, row = self.facts.is_apart, self.row
-        self.own = self.gathered[layout.slice_of(self.rank)] if row.shards_optimizer else self.gathered
-        self.is_copied = (row.shards_parameters or is_apart) and not self.facts.is_alone
-        self.needs_refresh = row.shards_optimizer or is_apart
+        resident, layout = self.resident_buffer, self.layout
+        if resident is None:
+            resident = torch.empty(layout.numel, dtype=self.compute_dtype, device=self.device)
+        self.gathered = resident
+        has_separate_master, placements = self.facts.has_separate_master, self.placements
+        self.own = self.gathered[layout.slice_of(self.rank)] if placements.shards_optimizer else self.gathered
+        self.is_copied = (placements.shards_parameters or has_separate_master) and not self.facts.is_unsharded_locally
+        self.needs_refresh = placements.shards_optimizer or has_separate_master
         storage = self.gathered.untyped_storage()
         for shard, spec, offset in zip(self.shards, layout.params, layout.offsets, strict=True):
             # set_ gives each view a separate version counter, so that autograd accepts buffers that are gathered again.
@@ -374,7 +376,7 @@ class Group:
 
         The full parameters remain as objects. Reading one raises torch's "data is not allocated yet".
         """
-        if not self.is_allocated or self.is_standing:
+        if not self.is_allocated or self.is_permanent:
             return 0
         self.is_allocated = False
         self.gathered.untyped_storage().resize_(0)

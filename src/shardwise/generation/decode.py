@@ -392,7 +392,7 @@ def generating_engine(model: nn.Module, call: str = "sw.generate") -> Engine | N
     if attachment_of(model) is None:
         return None
     engine = engine_of(model, call, on_shards=False)
-    if engine.row.is_threaded:
+    if engine.placements.is_threaded:
         raise StateError(f"{call}: replicas in one process have no cache each.\n  Use strategy='ddp'.")
     if any(getattr(module.__dict__.get("forward"), "divides_sequence", False) for module in model.modules()):
         raise StateError(

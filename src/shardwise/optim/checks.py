@@ -49,7 +49,7 @@ def _check_bits(optimizer: torch.optim.Optimizer) -> None:
     if not cls.__module__.startswith("bitsandbytes.optim") or bits_of(optimizer) != 8:
         return
     given = (p for settings in optimizer.param_groups for p in settings["params"])
-    if any((owner := group_of(parameter)) is not None and owner.row.shards_optimizer for parameter in given):
+    if any((owner := group_of(parameter)) is not None and owner.placements.shards_optimizer for parameter in given):
         raise StateError(
             f"bitsandbytes' {cls.__name__} keeps its state in blocks of 8 bit, with one scale each, and chooses by a"
             " tensor's size which state is kept so: on shards it would round differently than on whole parameters, and"
@@ -169,7 +169,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             if held is not None and not keeps(held, needed):
                 raise _cut_refusal(type(optimizer).__name__, needed, parameter, held)
             place = place_of(parameter)
-            if place is None or not place[0].row.shards_optimizer:
+            if place is None or not place[0].placements.shards_optimizer:
                 continue  # every rank has the full parameter; by the layout, so that all ranks decide alike
             if needed is None or not place[0].layout.granularity.covers(needed):
                 raise _refusal(type(optimizer).__name__, needed, *place)

@@ -164,7 +164,7 @@ def _power(engine: Engine, below: _Below, order: float, dtypes: set[torch.dtype]
     experts: list[Tensor] = []  # replicated over fewer ranks
     found: set[torch.dtype] = set()
     for group in engine.groups:
-        grads = sharded if group.row.shards_optimizer else replicated if group.comms is comms else experts
+        grads = sharded if group.placements.shards_optimizer else replicated if group.comms is comms else experts
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
             grad = shard.grad
             if grad is not None and comms.counts(spec.slice) and _is_in(below, shard):
@@ -174,7 +174,7 @@ def _power(engine: Engine, below: _Below, order: float, dtypes: set[torch.dtype]
     if comms.ep is not None:
         _over_ranks(total, comms.ep, order)
     of_shards = _local_power(sharded, device, order)
-    if engine.row.shards_optimizer:
+    if engine.placements.shards_optimizer:
         _over_ranks(of_shards, comms.reduce, order)
     total = _merge(total, _merge(of_shards, _local_power(replicated, device, order), order), order)
     for comm in comms.across:

@@ -349,7 +349,7 @@ def extent_of(parameter: Tensor, rank: int | None = None) -> Extent:
     place = place_of(parameter)
     assert place is not None
     (owner, index), pieces = place, place[0].held
-    if rank is not None and owner.row.shards_optimizer:
+    if rank is not None and owner.placements.shards_optimizer:
         pieces = owner.layout.owned_by_param(rank)
     return owner.layout.params[index].extent(pieces[index].start, pieces[index].stop)
 

@@ -85,7 +85,7 @@ class GradScaler(torch.amp.GradScaler):
         for engine in engines:
             # Ranks of one shard group have different gradients; of ignored parameters all ranks have.
             comm = engine.comms.control if ignored_of(engine).parameters else engine.comms.reduce
-            has_own = engine.row.shards_optimizer or ignored_of(engine).parameters or engine.comms.ep
+            has_own = engine.placements.shards_optimizer or ignored_of(engine).parameters or engine.comms.ep
             if has_own:  # otherwise all ranks have checked the same gradients
                 shared = total.to(comm.device)
                 comm.all_reduce(shared, unit="found_inf").wait()

@@ -44,10 +44,10 @@ class MemoryBound:
     def __call__(self, candidate: Candidate) -> float:
         """The lower bound in bytes."""
         block, inputs = self._live(candidate)
-        row = PRESETS[candidate.strategy]
+        placements = PRESETS[candidate.strategy]
         unit = (
             (1 if candidate.gathers_late else 2) * self._item * block
-            if row.shards_parameters and not is_whole(candidate)
+            if placements.shards_parameters and not is_whole(candidate)
             else 0.0
         )
         key = (
@@ -62,7 +62,7 @@ class MemoryBound:
         if candidate.accumulation > (1 if candidate.layout.pp == 1 else candidate.layout.pp * candidate.virtual_stages):
             held += gradient
         else:  # no sums of earlier microbatches exist at the peak of activations
-            held = max(held, state + gradient + whole * (not row.shards_parameters))
+            held = max(held, state + gradient + whole * (not placements.shards_parameters))
         if not self._is_gpu:
             return held
         return (1 + FRAGMENTS) * held + WORKSPACE + CONTEXT + COMMUNICATOR
@@ -72,17 +72,17 @@ class MemoryBound:
 
     def _frozen(self, candidate: Candidate) -> float:
         """Bytes of the blocks' parameters if only adapters are trained."""
-        layout, row = candidate.layout, PRESETS[candidate.strategy]
+        layout, placements = candidate.layout, PRESETS[candidate.strategy]
         count = self._shape.num_parameters - self._shape.embedding - self._shape.head
         count /= layout.tp * layout.pp * layout.ep
         if is_whole(candidate):
             return count * self._frozen_item
-        is_held = row.shards_parameters and not self._offloads(candidate)
+        is_held = placements.shards_parameters and not self._offloads(candidate)
         return count * self._frozen_item / (layout.dp_shard * layout.cp) if is_held else 0.0
 
     def _states(self, candidate: Candidate) -> tuple[float, float, float]:
         """Bytes of masters and optimizer state, of gradients, and of parameters in the products' dtype."""
-        row, layout = PRESETS[candidate.strategy], candidate.layout
+        placements, layout = PRESETS[candidate.strategy], candidate.layout
         experts = expert_parameters(self._shape)
         dense = (self._shape.num_parameters - experts) / (layout.tp * layout.pp)
         routed = experts / (layout.tp * layout.pp * layout.ep)
@@ -92,13 +92,13 @@ class MemoryBound:
         offloads = self._offloads(candidate)
         if offloads:
             state = gradient = 0.0
-        has_copy = self._item == 2 or row.shards_parameters or offloads
+        has_copy = self._item == 2 or placements.shards_parameters or offloads
         whole = float(self._item) if is_whole(candidate) and has_copy else 0.0
         is_once = candidate.accumulation == 1 and layout.pp == 1  # no sum of gradients outlives a unit's backward
-        is_pooled = row.pools_gradients or (is_once and row.shards_optimizer)
+        is_pooled = placements.pools_gradients or (is_once and placements.shards_optimizer)
         both = (dense, shard), (routed, shard / layout.ep)
         return (
-            sum(count * state / (ranks if row.shards_optimizer else 1.0) for count, ranks in both),
+            sum(count * state / (ranks if placements.shards_optimizer else 1.0) for count, ranks in both),
             sum(count * gradient / (ranks if is_pooled else 1.0) for count, ranks in both),
             (dense + routed) * whole,
         )
@@ -128,9 +128,9 @@ _CERTAIN = 0.75
 
 def is_whole(candidate: Candidate) -> bool:
     """Whether all parameters of a rank's stages are gathered at the same time."""
-    row = PRESETS[candidate.strategy]
+    placements = PRESETS[candidate.strategy]
     stays = candidate.layout.pp > 1 and not candidate.releases_units
-    return row.keeps_gathered or not row.shards_parameters or stays
+    return placements.keeps_gathered or not placements.shards_parameters or stays
 
 
 def degrees_of(layout: Layout) -> ParallelPlan:

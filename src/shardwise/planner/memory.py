@@ -146,7 +146,7 @@ def _rules(plan: ParallelPlan, workload: Workload, device_type: str) -> Rules:
     default = not plan.placements.keeps_gathered
     reshard = False if stays else plan.reshard_after_forward
     return Rules(
-        row=plan.placements,
+        placements=plan.placements,
         shard_size=plan.dp_shard * plan.cp,
         num_replicas=plan.dp_replicate,
         is_replicated=plan.is_replicated,

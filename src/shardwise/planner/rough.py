@@ -53,15 +53,15 @@ class RoughTime:
         if self._cluster.device.measured is not None:
             return 0.0
         spent, pp, m = self._once(candidate), candidate.layout.pp, candidate.accumulation
-        row, slows = PRESETS[candidate.strategy], self._software.slowdown - 1
+        placements, slows = PRESETS[candidate.strategy], self._software.slowdown - 1
         is_alone = pp == 1
         gathers = 0
-        if row.shards_parameters and (is_alone or candidate.releases_units):
-            is_kept = row.keeps_gathered or self._fixed.get("reshard_after_forward", "auto") is False
+        if placements.shards_parameters and (is_alone or candidate.releases_units):
+            is_kept = placements.keeps_gathered or self._fixed.get("reshard_after_forward", "auto") is False
             gathers = m * (1 if is_kept else 2)
-        elif row.shards_optimizer:
+        elif placements.shards_optimizer:
             gathers = 1
-        reduces = m if row.pools_gradients and is_alone else 1
+        reduces = m if placements.pools_gradients and is_alone else 1
         layout, node = candidate.layout, self._cluster.gpus_per_node * bool(self._cluster.device.link_bandwidth)
         gathered = spent.gathered * (slower if layout.dp_shard * layout.cp * layout.tp > node else 1.0)
         reduced = spent.reduced * (slower if self._cluster.num_gpus > node else 1.0)

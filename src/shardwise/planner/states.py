@@ -64,7 +64,7 @@ class Rules:
     """Everything in a plan, a workload and a device that determines the memory of units.
 
     Attributes:
-        row: Placements of the strategy.
+        placements: Placements of the strategy.
         shard_size: Ranks over which parameters are sharded: ``dp_shard * cp``.
         num_replicas: Ranks of ``dp_replicate``.
         is_replicated: Gradients are also summed over ``dp_replicate``.
@@ -85,7 +85,7 @@ class Rules:
         device_type: Type of the device that computes.
     """
 
-    row: Placements
+    placements: Placements
     shard_size: int
     num_replicas: int = 1
     is_replicated: bool = False
@@ -228,7 +228,7 @@ def _placed(
 def _covered_bytes(unit: Parameters, rules: Rules, policy: OffloadPolicy) -> int:
     """Bytes of a unit's parameters that are kept on the host if the policy chooses the unit."""
     trained, frozen = unit.trained + unit.experts, unit.frozen
-    covers = [policy.covers(rules.row, is_trainable=is_trainable) for is_trainable in (True, False)]
+    covers = [policy.covers(rules.placements, is_trainable=is_trainable) for is_trainable in (True, False)]
     return covers[0] * trained * _MASTER_BYTES + covers[1] * frozen * item_bytes(rules.compute_dtype)
 
 
@@ -265,7 +265,7 @@ def _footprint(root: tuple[Parameters, Rules], runs: Sequence[_Run], counts: Seq
     )
     for (unit, how), count in zip((root, *((run.unit, run.rules) for run in runs)), (1, *counts), strict=True):
         spared = count * _MASTER_BYTES * held_matrices(unit, how)
-        is_offloaded = how.offload is not None and how.offload.covers(how.row, is_trainable=True)
+        is_offloaded = how.offload is not None and how.offload.covers(how.placements, is_trainable=True)
         category = "host" if is_offloaded else "optimizer"
         held = replace(held, **{category: getattr(held, category) - spared})
     return held
@@ -302,7 +302,7 @@ def _received_bytes(groups: Sequence[GroupFacts], rules: Rules) -> int:
 
 def held_matrices(unit: Parameters, rules: Rules) -> int:
     """Elements of hidden matrices of a unit that a rank updates."""
-    ranks = rules.shard_size if rules.row.shards_optimizer else 1
+    ranks = rules.shard_size if rules.placements.shards_optimizer else 1
     return unit.matrices // ranks + unit.expert_matrices // max(ranks // rules.ep, 1)
 
 
@@ -326,11 +326,11 @@ def _groups(unit_parameters: Parameters, rules: Rules, *, unit: int) -> tuple[Gr
 @functools.lru_cache(maxsize=4096)
 def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool, frozen_as: str) -> GroupFacts:
     master = "fp32" if is_trainable else rules.compute_dtype
-    row = rules.row if is_trainable or rules.row.shards_parameters else PRESETS["ddp"]
+    placements = rules.placements if is_trainable or rules.placements.shards_parameters else PRESETS["ddp"]
     offload, reshards = rules.offload, rules.reshards and (unit > 0 or rules.inner_size > 0)
-    is_offloaded = offload is not None and offload.covers(row, is_trainable=is_trainable)
+    is_offloaded = offload is not None and offload.covers(placements, is_trainable=is_trainable)
     held_as, sent_as, reduced_as = rules.quantization.forms(
-        frozen_as=frozen_as, is_float=True, compute_dtype=rules.compute_dtype, is_sharded=row.shards_optimizer
+        frozen_as=frozen_as, is_float=True, compute_dtype=rules.compute_dtype, is_sharded=placements.shards_optimizer
     )
     packed_in = {held_as, sent_as, reduced_as} - {None}
     # One tensor represents all: tensors of multiples of 64 elements have no padding between them.
@@ -343,7 +343,7 @@ def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool, 
     return GroupFacts(
         unit=unit,
         layout=layout,
-        row=row,
+        placements=placements,
         depth=min(unit, 1),
         reshards=reshards,
         is_trainable=is_trainable,
@@ -355,7 +355,7 @@ def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool, 
         inner_size=rules.inner_size if reshards else 0,
         updates_in_backward=rules.in_backward and is_trainable and not is_offloaded,
         is_offloaded=is_offloaded,
-        keeps_shard=is_offloaded and held_as is None and offload is not None and offload.keeps_shard(row),
+        keeps_shard=is_offloaded and held_as is None and offload is not None and offload.keeps_shard(placements),
         ep=ep,
         num_ahead=max(rules.prefetch),
     )
@@ -374,7 +374,7 @@ def _plus(held: Footprint, more: Footprint, fewer: Footprint, count: int) -> Foo
 def _unit(count: int, blocks: int, parameters: Parameters, rules: Rules, *, depth: int) -> Unit:
     gathered = gradients = shard = sums = inner = buffer = waits = stays = 0
     for group in _groups(parameters, rules, unit=depth):
-        if not (group.is_resident or group.is_alone):
+        if not (group.is_resident or group.is_unsharded_locally):
             gathered += group.gather_item_bytes * group.layout.numel
             inner += group.gather_item_bytes * group.inner_numel(0) if group.inner_size else 0
         if not group.is_trainable:
@@ -382,12 +382,12 @@ def _unit(count: int, blocks: int, parameters: Parameters, rules: Rules, *, dept
         gradients += group.gather_item_bytes * group.layout.logical_numel
         if rules.accumulation == "defer_replicate":
             waits += group.reduce_item_bytes * group.reduce_layout.slice_numel(0)
-        if rules.accumulation != "defer_replicate" or group.is_reduced_apart:
+        if rules.accumulation != "defer_replicate" or group.has_separate_grad:
             apart = 0 if group.is_offloaded else group.grad_bytes(0)
             shard += apart if group.pools_gradients else 0
             sums += 0 if group.pools_gradients else apart  # allocated together with the full-size buffer
         full = group.reduce_item_bytes * group.reduce_layout.numel
-        is_occupied = rules.accumulation == "sharded" and not group.is_reduced_apart  # .grad has the sum so far
+        is_occupied = rules.accumulation == "sharded" and not group.has_separate_grad  # .grad has the sum so far
         buffer += full if group.pools_gradients or is_occupied else 0
         sums += 0 if group.pools_gradients else full
         stays += full if group.is_offloaded and not group.pools_gradients else 0

@@ -191,18 +191,18 @@ class Timing:
 
     def _transfers(self, work: UnitWork) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[Transfer, ...]]:
         """All-gathers and reductions on ``dp_shard``, and the sums on ``dp_replicate`` that follow."""
-        row, item = self.plan.placements, item_bytes(self.workload)
+        placements, item = self.plan.placements, item_bytes(self.workload)
         grad = self._gradient_bytes
         shard, replicate = self.links["dp_shard"], self.links["dp_replicate"]
         gathers, reduces, sums = [], [], []
         for numel, trained, link in self._groups(work, shard):
-            if link.kind_size > 1 and row.shards_optimizer:
+            if link.kind_size > 1 and placements.shards_optimizer:
                 gathers.append(Transfer(link.seconds("all_gather", item * numel)))
-            kind = "reduce_scatter" if row.shards_optimizer else "all_reduce"
+            kind = "reduce_scatter" if placements.shards_optimizer else "all_reduce"
             if trained and link.kind_size > 1:
                 reduces.append(Transfer(link.seconds(kind, grad * trained)))
             if trained and replicate.kind_size > 1:
-                held = trained / link.kind_size if row.shards_optimizer else trained
+                held = trained / link.kind_size if placements.shards_optimizer else trained
                 sums.append(Transfer(replicate.seconds("all_reduce", grad * held)))
         return tuple(gathers), tuple(reduces), tuple(sums)
 
@@ -515,22 +515,22 @@ class Timing:
 
     def _sent_bytes(self) -> dict[str, float]:
         """Bytes that a rank sends in a step, by axis (planner.md, *Traffic*)."""
-        row, m, item = self.plan.placements, self.num_microbatches, item_bytes(self.workload)
+        placements, m, item = self.plan.placements, self.num_microbatches, item_bytes(self.workload)
         shard, replicate = self.links["dp_shard"].kind_size, self.links["dp_replicate"].kind_size
         held = sum(work.count * work.num_parameters for work in self.works) / self.plan.pp
         trained = sum(work.count * work.num_trained for work in self.works) / self.plan.pp
         grad = self._gradient_bytes
         part = (shard - 1) / shard
         gathers = 0.0
-        if row.shards_parameters:
+        if placements.shards_parameters:
             gathers = item * held * self._times_gathered(part)
-        elif row.shards_optimizer:
+        elif placements.shards_optimizer:
             gathers = item * held * part
         reductions = 1 if self._accumulation == "unsharded" else m
-        reduces = grad * trained * part * reductions * (1 if row.shards_optimizer else 2)
+        reduces = grad * trained * part * reductions * (1 if placements.shards_optimizer else 2)
         sent = {"dp_shard": gathers + reduces}
         if replicate > 1:
-            own = trained / shard if row.shards_optimizer else trained
+            own = trained / shard if placements.shards_optimizer else trained
             sums = m if self._accumulation == "sharded" else 1
             sent["dp_replicate"] = 2 * grad * own * (replicate - 1) / replicate * sums
         if sum(self._exchanged_bytes):

@@ -187,7 +187,7 @@ def _rounded(seconds: float) -> Fraction:
 
 def stage_seconds(
     units: Sequence[StepUnit],
-    row: Placements,
+    placements: Placements,
     *,
     releases: bool = False,
     slowdown: Slowdown = NO_SLOWDOWN,
@@ -196,17 +196,17 @@ def stage_seconds(
 
     Args:
         units: The units of the stage in the order of forward.
-        row: Placements of the strategy.
+        placements: Placements of the strategy.
         releases: Units are released after each forward and backward, and gathered again for the next one; else gathered
             units stay until the stage's last backward.
         slowdown: The slowdown of work while computation and communication overlap.
     """
-    releases = releases and row.shards_parameters
+    releases = releases and placements.shards_parameters
     chain = {0: StepUnit("stage", 0.0, 0.0, is_trained=False)} | dict(enumerate(units, start=1))
     has_replicas = any(unit.replicate for unit in units)
     moments = chain_moments(
         len(chain),
-        shards_parameters=row.shards_parameters,
+        shards_parameters=placements.shards_parameters,
         releases=releases,
         trained=frozenset(number for number, unit in chain.items() if number and unit.is_trained),
         num_phases=2 if has_replicas else 1,
@@ -220,7 +220,7 @@ def stage_seconds(
     silent = [moment for moment in backward if moment.what not in {What.REDUCE, What.ADVANCE}]
     ways = {
         "forward": run(lower(chain, forward, is_gathered=releases), slowdown),
-        "first": run(lower(chain, forward, is_gathered=row.shards_optimizer), slowdown),
+        "first": run(lower(chain, forward, is_gathered=placements.shards_optimizer), slowdown),
         "backward": run(lower(chain, silent, is_gathered=releases), slowdown),
         "last": run(lower(chain, backward, is_gathered=releases), slowdown),
     }

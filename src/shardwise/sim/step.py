@@ -145,7 +145,7 @@ class SimulatedStep:
 
 def simulate_step(
     units: Sequence[StepUnit],
-    row: Placements,
+    placements: Placements,
     *,
     reshards_after_forward: bool | None = None,
     num_microbatches: int = 1,
@@ -159,7 +159,7 @@ def simulate_step(
 
     Args:
         units: The root, then the units that it encloses, in the order of forward.
-        row: Placements of the strategy.
+        placements: Placements of the strategy.
         reshards_after_forward: Units except the root are released between forward and backward; ``None``: the
             placements decide.
         num_microbatches: Forwards and backwards before the optimizer's step.
@@ -170,7 +170,7 @@ def simulate_step(
         optimizer_s: Seconds of the optimizer's step and everything else after the last backward.
         slowdown: The slowdown of work while computation and communication overlap.
     """
-    releases = not row.keeps_gathered if reshards_after_forward is None else reshards_after_forward
+    releases = not placements.keeps_gathered if reshards_after_forward is None else reshards_after_forward
     trained = frozenset(place for place, unit in enumerate(units) if unit.is_trained)
     has_replicas = any(unit.replicate for unit in units)
     kinds: dict[tuple[bool, bool], int] = {}
@@ -181,8 +181,8 @@ def simulate_step(
     for (is_first, is_last), count in kinds.items():
         moments = chain_moments(
             len(units),
-            shards_parameters=row.shards_parameters,
-            releases=releases and row.shards_parameters,
+            shards_parameters=placements.shards_parameters,
+            releases=releases and placements.shards_parameters,
             trained=trained,
             num_phases=2 if has_replicas and (is_last or accumulation != "defer_replicate") else 1,
             num_left=0 if has_replicas else num_gradient_buffers - 2,
@@ -190,7 +190,7 @@ def simulate_step(
             is_first_of_window=is_first,
             ahead=prefetch,
         )
-        is_gathered = row.shards_optimizer and (row.shards_parameters or is_first)
+        is_gathered = placements.shards_optimizer and (placements.shards_parameters or is_first)
         timelines.append(
             (run(lower(dict(enumerate(units)), moments, is_gathered=is_gathered, updates=is_last), slowdown), count)
         )

@@ -34,7 +34,7 @@ class GroupFacts:
     Attributes:
         unit: Number of the group's unit, in order of registration; the root is 0.
         layout: Flat layout of the group.
-        row: Placements of the group. Frozen groups are replicated entirely if the strategy replicates parameters.
+        placements: Placements of the group. Frozen groups are fully replicated if the strategy replicates parameters.
         depth: Number of units that enclose the group's unit.
         reshards: Whether the unit is released between forward and backward.
         is_trainable: Whether gradients are reduced.
@@ -59,7 +59,7 @@ class GroupFacts:
 
     unit: int
     layout: GroupLayout
-    row: Placements
+    placements: Placements
     depth: int
     reshards: bool
     is_trainable: bool
@@ -119,25 +119,25 @@ class GroupFacts:
         return self.compute_dtype not in {None, self.master_dtype} or self.sent_as is not None
 
     @property
-    def is_apart(self) -> bool:
+    def has_separate_master(self) -> bool:
         """Whether the master can never be part of the gathered buffer: another dtype or form, or on the host."""
         return self.is_cast or self.is_offloaded or self.held_as is not None
 
     @property
     def is_resident(self) -> bool:
         """Whether parameters are replicated and never released."""
-        return not self.row.shards_parameters and self.held_as is None
+        return not self.placements.shards_parameters and self.held_as is None
 
     def master_numel(self, rank: int) -> int:
         """Elements of the master, padding included."""
-        return self.layout.slice_numel(rank) if self.row.shards_optimizer else self.layout.numel
+        return self.layout.slice_numel(rank) if self.placements.shards_optimizer else self.layout.numel
 
     def master_bytes(self, rank: int) -> int:
         """Bytes of the master; 0 where it is part of the replica."""
         numel = self.master_numel(rank)
         if self.held_as is not None:
             return packed_bytes(numel, self.held_as, self.master_dtype)
-        return self.item_bytes * numel if self.row.shards_parameters or self.is_cast or self.is_offloaded else 0
+        return self.item_bytes * numel if self.placements.shards_parameters or self.is_cast or self.is_offloaded else 0
 
     def replica_bytes(self, rank: int) -> int:
         """Bytes of the replica of replicated parameters, or of the device's shard if the master is offloaded."""
@@ -156,8 +156,8 @@ class GroupFacts:
         """Bytes of the memory of ``.grad``; 0 if it is part of the buffer that is reduced."""
         if not self.is_trainable or self.updates_in_backward:
             return 0
-        is_apart = self.pools_gradients or self.is_reduced_apart
-        return self.item_bytes * self.reduce_layout.slice_numel(rank) if is_apart else 0
+        is_separate = self.pools_gradients or self.has_separate_grad
+        return self.item_bytes * self.reduce_layout.slice_numel(rank) if is_separate else 0
 
     def landing_bytes(self, rank: int, *, is_added: bool = False) -> int:
         """Bytes of the host's buffer for a sum whose dtype differs from ``.grad``'s, or that is added to ``.grad``."""
@@ -185,25 +185,25 @@ class GroupFacts:
         return self.reduce_dtype not in {None, self.master_dtype}
 
     @property
-    def is_reduced_apart(self) -> bool:
+    def has_separate_grad(self) -> bool:
         """Whether ``.grad`` is never in the buffer that is reduced."""
         return self.reduces_cast or self.is_offloaded
 
     @property
     def pools_gradients(self) -> bool:
         """Whether full gradients exist in pooled buffers only."""
-        is_pooled = self.row.pools_gradients and (self.layout.size > 1 or self.is_reduced_apart)
+        is_pooled = self.placements.pools_gradients and (self.layout.size > 1 or self.has_separate_grad)
         return is_pooled or self.updates_in_backward
 
     @property
-    def is_alone(self) -> bool:
+    def is_unsharded_locally(self) -> bool:
         """Whether the unit computes with the shard itself, because a single rank has the full group."""
-        return self.row.shards_parameters and self.layout.size == 1 and not self.is_apart
+        return self.placements.shards_parameters and self.layout.size == 1 and not self.has_separate_master
 
     @property
     def reduce_layout(self) -> ReduceLayout:
         """Layout of the group's gradient buffer."""
-        return self.layout.scattered if self.row.shards_optimizer else self.layout.reduced
+        return self.layout.scattered if self.placements.shards_optimizer else self.layout.reduced
 
     def inner_numel(self, rank: int) -> int:
         """Elements of a rank's slice between forward and backward, if an inner group keeps the unit."""
@@ -232,12 +232,12 @@ class UnitFacts:
     @property
     def is_released(self) -> bool:
         """Whether parameters are released between forward and backward."""
-        return any(group.row.shards_parameters and group.reshards for group in self.groups)
+        return any(group.placements.shards_parameters and group.reshards for group in self.groups)
 
     @property
     def is_freed(self) -> bool:
         """Whether parameters are released after backward."""
-        return any(group.row.shards_parameters for group in self.groups)
+        return any(group.placements.shards_parameters for group in self.groups)
 
     @property
     def is_trained(self) -> bool:
@@ -288,9 +288,9 @@ class EngineOptions:
             return default, None
         return (value, None) if isinstance(value, bool) else (True, value)
 
-    def accumulation(self, row: Placements) -> str:
+    def accumulation(self, placements: Placements) -> str:
         """The value of ``ParallelPlan.accumulation`` that describes how microbatches are added up."""
         if self.defers_replicate:
             return "defer_replicate"
-        is_sharded = row.pools_gradients if self.accumulates_sharded is None else self.accumulates_sharded
+        is_sharded = placements.pools_gradients if self.accumulates_sharded is None else self.accumulates_sharded
         return "sharded" if is_sharded else "unsharded"

@@ -504,15 +504,15 @@ class OffloadPolicy:
         if not (self.optimizer or self.parameters):
             raise PlanError("OffloadPolicy offloads nothing.\n  Set offload_policy='none'.")
 
-    def covers(self, row: Placements, *, is_trainable: bool) -> bool:
+    def covers(self, placements: Placements, *, is_trainable: bool) -> bool:
         """Whether a group with these placements is kept on the host if its unit is chosen."""
         if is_trainable:
             return self.optimizer
-        return row.shards_parameters and bool(self.parameters)
+        return placements.shards_parameters and bool(self.parameters)
 
-    def keeps_shard(self, row: Placements) -> bool:
+    def keeps_shard(self, placements: Placements) -> bool:
         """Whether the device keeps a shard of the parameters whose masters are on the host."""
-        return row.shards_parameters and not self.parameters
+        return placements.shards_parameters and not self.parameters
 
 
 def offload_policy(value: object) -> OffloadPolicy | None:
@@ -533,24 +533,24 @@ def offload_policy(value: object) -> OffloadPolicy | None:
     return from_fields(OffloadPolicy, value, "offload_policy")
 
 
-def check_offload(policy: OffloadPolicy | None, row: Placements) -> None:
+def check_offload(policy: OffloadPolicy | None, placements: Placements) -> None:
     """Refuse a policy that offloads shards of parameters, for a strategy that replicates parameters.
 
     Raises:
         PlanError: The policy has ``parameters=True`` or ``optimizer=False``, and parameters are replicated.
     """
-    if policy is None or row.shards_parameters:
+    if policy is None or placements.shards_parameters:
         return
     if policy.parameters is True:
         raise PlanError(
             "OffloadPolicy(parameters=True) needs sharded parameters, but this strategy keeps them whole on every"
-            f" device ({row.describe()}).\n  Use zero3 or shard_grad_op, or leave parameters at 'auto': masters,"
+            f" device ({placements.describe()}).\n  Use zero3 or shard_grad_op, or leave parameters at 'auto': masters,"
             " gradients and optimizer state are then on the host."
         )
     if not policy.optimizer:
         raise PlanError(
             "OffloadPolicy(optimizer=False) offloads frozen shards alone, but this strategy has no shards of"
-            f" parameters ({row.describe()}).\n  Use zero3 or shard_grad_op."
+            f" parameters ({placements.describe()}).\n  Use zero3 or shard_grad_op."
         )
 
 

@@ -224,7 +224,7 @@ class Probe:
     @property
     def placements(self) -> Placements:
         """The placements of parameters, gradients and optimizer state under the strategy."""
-        return self._engine.row
+        return self._engine.placements
 
     @property
     def transports(self) -> tuple[str, ...]:

@@ -213,7 +213,7 @@ class _StateDictGuard(Uncopyable):
 
     def _are_sharded(self) -> bool:
         units = [unit for held in self._units if (unit := held()) is not None and not unit.shows_logical_state]
-        return any(group.row.shards_optimizer for unit in units for group in unit.groups)
+        return any(group.placements.shards_optimizer for unit in units for group in unit.groups)
 
     def __call__(self, module: nn.Module, *_args: object, **_kwargs: object) -> None:
         if not self._are_sharded():

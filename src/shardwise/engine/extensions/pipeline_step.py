@@ -228,7 +228,7 @@ def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
 
 def _is_whole(unit: Unit) -> bool:
     """Whether this rank's masters are the full parameters as forward uses them."""
-    return all(group.facts.is_alone and not group.form.is_shown for group in unit.groups)
+    return all(group.facts.is_unsharded_locally and not group.form.is_shown for group in unit.groups)
 
 
 def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]], comm: Comm) -> None:

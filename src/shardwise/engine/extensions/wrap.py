@@ -348,7 +348,7 @@ def merge_units(
 _TRAINED_WEIGHT = 4
 
 
-def assign_ranks(owned: Iterable[Sequence[OwnedParameter]], row: Placements, comms: Comms) -> dict[int, int]:
+def assign_ranks(owned: Iterable[Sequence[OwnedParameter]], placements: Placements, comms: Comms) -> dict[int, int]:
     """Assign every parameter to one rank that stores it in full, balanced over the whole model.
 
     Experts that fewer ranks share are balanced separately.
@@ -356,12 +356,12 @@ def assign_ranks(owned: Iterable[Sequence[OwnedParameter]], row: Placements, com
     Returns:
         The rank, by ``id`` of the parameter.
     """
-    if not row.shards_optimizer:
+    if not placements.shards_optimizer:
         return {}
     parameters = [entry.parameter for entries in owned for entry in entries]
     sharded: dict[int, list[nn.Parameter]] = {}
     for p in parameters:
-        if p.requires_grad or row.shards_parameters:
+        if p.requires_grad or placements.shards_parameters:
             sharded.setdefault(comms.of(slice_of(p)).gather.size, []).append(p)
     ranks: dict[int, int] = {}
     for size, group in sharded.items():

@@ -35,24 +35,26 @@ if TYPE_CHECKING:
 Name = TypeVar("Name", str, tuple[str, ...])
 
 
-def refuse_no_offload(parameters: Iterable[nn.Parameter], row: Placements, policy: OffloadPolicy) -> None:
+def refuse_no_offload(parameters: Iterable[nn.Parameter], placements: Placements, policy: OffloadPolicy) -> None:
     """Refuse a policy that offloads nothing of the model.
 
     Raises:
         PlanError: There is nothing to offload.
     """
-    if not any(p.numel() and policy.covers(row, is_trainable=p.requires_grad) for p in parameters):
+    if not any(p.numel() and policy.covers(placements, is_trainable=p.requires_grad) for p in parameters):
         what = "no parameters" if policy.optimizer else "no frozen parameters"
         raise PlanError(f"offload_policy finds nothing to offload: there are {what}.\n  Set offload_policy='none'.")
 
 
-def choose_units(owned: Mapping[Name, Sequence[OwnedParameter]], row: Placements, policy: OffloadPolicy) -> set[Name]:
+def choose_units(
+    owned: Mapping[Name, Sequence[OwnedParameter]], placements: Placements, policy: OffloadPolicy
+) -> set[Name]:
     """Return the names of the units in ``owned`` that ``policy`` offloads; there may be none in a pipeline stage."""
     sizes = [
         sum(
             entry.parameter.nbytes
             for entry in entries
-            if policy.covers(row, is_trainable=entry.parameter.requires_grad)
+            if policy.covers(placements, is_trainable=entry.parameter.requires_grad)
         )
         for entries in owned.values()
     ]
@@ -112,7 +114,7 @@ class OnHost(Around):
         """Copy the master to the device and gather as the inner form."""
         with self.transfers.upward():
             handle = self.within.send(group, self._bring(group))
-            return handle if group.row.shards_optimizer else self.transfers.arrival()
+            return handle if group.placements.shards_optimizer else self.transfers.arrival()
 
     def _bring(self, group: Group) -> Tensor:
         """Return the master, copied to the device if needed; its copy there is up to date within a forward."""

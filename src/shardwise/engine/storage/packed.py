@@ -94,7 +94,7 @@ class Packed(Form):
         is_even = len({part.numel() for part in parts}) == 1
         handle = comm.all_to_all(sent[: places[-1]], slots, unit=unit, cuts=None if is_even else places)
         terms = [own if peer == rank else slots.view(comm.size, -1)[peer] for peer in range(comm.size)]
-        is_whole = not group.row.shards_optimizer
+        is_whole = not group.placements.shards_optimizer
         target = buffer[cuts[rank] : cuts[rank + 1]] if is_whole else result
 
         def add_up() -> None:
@@ -140,7 +140,7 @@ class Frozen(Packed):
 
     def send(self, group: Group, master: Tensor) -> Handle:
         """As :meth:`Packed.send`, for a packed master; nothing is sent where parameters are replicated."""
-        if not group.row.shards_optimizer:
+        if not group.placements.shards_optimizer:
             unpack(master, group.gathered, _held_as(group), group.dtype)
             return Done()
         if group.facts.sent_as is None:

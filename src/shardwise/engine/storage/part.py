@@ -161,7 +161,7 @@ def _become(tensor: Any, cls: type) -> None:
 def cover_shards(groups: Iterable[Group]) -> None:
     """Make the parameters that are parts instances of :class:`Shard`."""
     for group in groups:
-        is_cut = group.row.shards_optimizer and group.layout.size > 1
+        is_cut = group.placements.shards_optimizer and group.layout.size > 1
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
             if (is_cut or spec.shape != spec.logical_shape) and type(shard) is nn.Parameter:
                 _become(shard, Shard)

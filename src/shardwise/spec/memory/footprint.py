@@ -139,7 +139,7 @@ def footprint(
             reduce = group.reduce_layout
             if not group.pools_gradients:
                 gradients += group.reduce_item_bytes * reduce.numel
-            if "defer_replicate" in accumulations and (group.is_reduced_apart or not group.pools_gradients):
+            if "defer_replicate" in accumulations and (group.has_separate_grad or not group.pools_gradients):
                 # Sums inside the group that wait for the sum over dp_replicate have separate memory.
                 gradients += group.reduce_item_bytes * reduce.slice_numel(place)
             for name, numel in _updated_numels(group, place):
@@ -179,7 +179,7 @@ def _bytes_of_tensors(count: float, scalar_bytes: int, _name: str, numel: int, i
 def _updated_numels(group: GroupFacts, rank: int) -> list[tuple[str, int]]:
     """Elements of each tensor of a group that the optimizer updates, with the name of its first parameter."""
     layout = group.layout
-    held = layout.owned(rank) if group.row.shards_optimizer else layout.whole
+    held = layout.owned(rank) if group.placements.shards_optimizer else layout.whole
     if group.flat_kinds is None:
         return [(layout.params[piece.index].name, piece.numel) for piece in held]
     empty = [0 for piece in held if not piece.numel]  # in no range, but with a step counter
@@ -202,7 +202,7 @@ def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0, backward_order: 
     together: dict[tuple[int, str], list[int]] = {}
     ahead = max((group.num_ahead for group in groups), default=0)
     for group in groups:
-        if group.is_resident or group.is_alone:
+        if group.is_resident or group.is_unsharded_locally:
             continue
         num_bytes = group.layout.numel * group.gather_item_bytes
         if group.inner_size:
@@ -236,7 +236,7 @@ def packed_buffer_bytes(groups: Sequence[GroupFacts]) -> int:
     largest: dict[int, int] = {}
     counts: Counter[tuple[int, int]] = Counter()
     for group in groups:
-        if group.sent_as is None or not group.row.shards_optimizer:
+        if group.sent_as is None or not group.placements.shards_optimizer:
             continue
         num_bytes = sum(group.slice_bytes(rank) for rank in range(group.layout.size))
         key = size_class(num_bytes)
@@ -410,8 +410,8 @@ class _Reductions:
         for group in groups:
             # A sum over dp_replicate is computed in the memory of .grad. It is computed in the pooled buffer if .grad
             # has another dtype, is on the host, will be in that buffer, or contains the sum of earlier backwards.
-            is_apart = group.is_reduced_apart or group.updates_in_backward or kind is _Backward.ADDED
-            stays = is_apart and kind is not _Backward.DEFERRED
+            is_separate = group.has_separate_grad or group.updates_in_backward or kind is _Backward.ADDED
+            stays = is_separate and kind is not _Backward.DEFERRED
             self._under_way.append(_UnderWay(group, self._num_phases(group), self._borrows(group, kind), stays))
             if group.reduced_as is None:
                 is_added = kind in {_Backward.ADDED, _Backward.DEFERRED}
@@ -440,14 +440,16 @@ class _Reductions:
     @staticmethod
     def _borrows(group: GroupFacts, kind: _Backward) -> bool:
         """Whether gradients are collected in a pooled buffer: always, or because ``.grad`` occupies its usual one."""
-        is_occupied = kind is _Backward.ADDED and not group.is_reduced_apart
+        is_occupied = kind is _Backward.ADDED and not group.has_separate_grad
         return group.pools_gradients or is_occupied
 
     def _num_phases(self, group: GroupFacts) -> int:
         """Phases of a group's reduction; an all-reduce over Gloo, or a packed one, has two."""
         if self._replicas is not None:
             return 3 if self._has_receive_buffers else 2
-        is_spread = not group.row.shards_optimizer and (self._has_receive_buffers or group.reduced_as is not None)
+        is_spread = not group.placements.shards_optimizer and (
+            self._has_receive_buffers or group.reduced_as is not None
+        )
         return 2 if is_spread else 1
 
     def _advance(self, reduction: _UnderWay) -> None:
@@ -507,14 +509,14 @@ def received_numel(group: GroupFacts, rank: int, *, is_added: bool = False) -> i
 
     If the sum is computed in the memory of ``.grad`` and that is free, one peer's slice is received there instead.
     """
-    is_apart = group.is_reduced_apart or group.updates_in_backward
-    goes_home = group.pools_gradients and not (is_apart or is_added)
+    is_separate = group.has_separate_grad or group.updates_in_backward
+    goes_home = group.pools_gradients and not (is_separate or is_added)
     return summed_numel(group, rank) * max(group.layout.size - 1 - goes_home, 0)
 
 
 def summed_numel(group: GroupFacts, rank: int) -> int:
     """Elements that a rank sums: its slice, or in an all-reduce an equal part."""
     place = group.place(rank)
-    if group.row.shards_optimizer:
+    if group.placements.shards_optimizer:
         return group.reduce_layout.slice_numel(place)
     return own_part(group.reduce_layout.numel, group.layout.size, place)

@@ -35,7 +35,7 @@ def reduction_bytes(group: GroupFacts, rank: int) -> int:
     """
     if group.reduced_as is not None:
         return sum(group.summed_bytes) - group.summed_bytes[group.place(rank)]
-    if not group.row.shards_optimizer:
+    if not group.placements.shards_optimizer:
         return (
             all_reduced_numel(group.reduce_layout.numel, group.layout.size, group.place(rank)) * group.reduce_item_bytes
         )
@@ -168,7 +168,7 @@ def unit_collectives(
     elif moment.what is What.REDUCE:
         unit = units[moment.unit]
         for group in filter(_is_trained, unit.groups):
-            kind = group.row.gradient_move if group.reduced_as is None else "all_to_all"
+            kind = group.placements.gradient_move if group.reduced_as is None else "all_to_all"
             yield Collective(kind, unit.name, reduction_bytes(group, rank), group.axis)
     elif moment.what is What.ADVANCE and not moment.is_last:
         yield from _second_phases(units[moment.unit], rank, replicas if is_synchronising else None)
@@ -182,14 +182,14 @@ def _gathers(unit: UnitFacts, rank: int, *, is_kept: bool, is_first_of_window: b
     for group in unit.groups:
         if group.inner_size and is_kept:
             yield Collective("all_gather", unit.name, inner_gather_bytes(group, rank), "dp_shard_inner")
-        elif group.row.shards_optimizer and (group.row.shards_parameters or is_first_of_window):
+        elif group.placements.shards_optimizer and (group.placements.shards_parameters or is_first_of_window):
             yield Collective("all_gather", unit.name, gather_bytes(group, rank), group.axis)
 
 
 def _second_phases(unit: UnitFacts, rank: int, replicas: Replicas | None) -> Iterator[Collective]:
     """Yield the collectives that follow a unit's reductions: gathers of packed sums, and sums over ``dp_replicate``."""
     for group in filter(_is_trained, unit.groups):
-        if group.reduced_as is not None and not group.row.shards_optimizer:
+        if group.reduced_as is not None and not group.placements.shards_optimizer:
             yield Collective("all_gather", unit.name, spread_bytes(group, rank), group.axis)
         if replicas is not None:
             yield Collective("all_reduce", unit.name, replicate_bytes(group, rank, replicas), "dp_replicate")
@@ -205,7 +205,7 @@ def step_walk(
 ) -> Walk:
     """The walk through a step of these units; see :func:`step_trace` and ``Walk`` for the arguments."""
     is_spread = any(
-        group.reduced_as is not None and not group.row.shards_optimizer
+        group.reduced_as is not None and not group.placements.shards_optimizer
         for unit in units.values()
         for group in unit.groups
     )

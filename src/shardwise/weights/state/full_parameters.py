@@ -179,7 +179,7 @@ def _show(engine: Engine, groups: Sequence[Group], mode: Whole, *, offload_to_cp
     is_root = engine.comms.world.rank == 0
     apart: list[Group] = []
     if mode.is_on_root_only:
-        apart = [group for group in groups if group.resident_buffer is None or group.facts.is_apart]
+        apart = [group for group in groups if group.resident_buffer is None or group.facts.has_separate_master]
     wholes: dict[Group, Tensor] = {}
     views: dict[str, Tensor] = {}
     if is_root:
@@ -203,13 +203,13 @@ def gathered(group: Group) -> Tensor:
     Collective:
         All-gather on ``dp_shard``; nothing if the optimizer is replicated. All ranks must call.
     """
-    comm, standing = group.comms.gather, group.resident_buffer
-    if standing is not None and not group.facts.is_apart:
+    comm, resident = group.comms.gather, group.resident_buffer
+    if resident is not None and not group.facts.has_separate_master:
         # Also with rank0_only, because a gather to one rank would leave the other ranks' replicas out of date.
-        if group.row.shards_optimizer:
-            comm.all_gather(standing, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
-        return standing
-    if not group.row.shards_optimizer:
+        if group.placements.shards_optimizer:
+            comm.all_gather(resident, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
+        return resident
+    if not group.placements.shards_optimizer:
         return group.values().clone()
     whole = torch.empty(group.layout.numel, dtype=group.dtype, device=comm.device)
     whole[group.layout.slice_of(comm.rank)].copy_(group.values())
@@ -294,11 +294,11 @@ class _Shown:
         unit.whole = mode
         if whole is None:
             return
-        standing = group.resident_buffer
-        is_standing = standing is not None and _address(whole) == _address(standing)
+        resident = group.resident_buffer
+        is_resident = resident is not None and _address(whole) == _address(resident)
         if offload_to_cpu:
             whole = whole.cpu()
-        if is_standing:
+        if is_resident:
             self._saved = whole.clone()
         group.form = _ShownForm(group.form, whole, mode)
         unit.shows_logical_state = True

@@ -39,7 +39,7 @@ def of_group(group: Group, pieces: Iterable[Piece] | None = None) -> Holding:
     """Return this rank's ranges of a group's parameters, or only those of ``pieces``."""
     chosen = tuple(group.held if pieces is None else pieces)
     specs, dtype = group.layout.params, dtype_name(group.dtype)
-    copies = group.comms.replicate if group.row.shards_optimizer else group.comms.control
+    copies = group.comms.replicate if group.placements.shards_optimizer else group.comms.control
 
     def fetch() -> tuple[Tensor, list[Tensor]]:
         flat = group.values()
@@ -52,7 +52,7 @@ def of_group(group: Group, pieces: Iterable[Piece] | None = None) -> Holding:
 def part_of(group: Group, piece: Piece, flat: Tensor) -> Tensor:
     """Return the elements of ``piece`` in ``flat``, a tensor with the layout of the group's master."""
     start = piece.offset
-    if not group.row.shards_optimizer:
+    if not group.placements.shards_optimizer:
         start = group.layout.offsets[piece.index] + piece.start
     return flat[start : start + piece.numel]
 
@@ -76,7 +76,7 @@ def owned_pieces(engine: Engine, group: Group) -> list[Piece]:
 
 def gathered_pieces(engine: Engine, group: Group) -> list[Piece]:
     """Return the pieces that this rank contributes to a gather: every element once, of replicas those of rank 0."""
-    if group.row.shards_optimizer:
+    if group.placements.shards_optimizer:
         return owned_pieces(engine, group)
     pieces = group.layout.whole if group.comms.control.rank == 0 else ()
     return [piece for piece in pieces if engine.comms.counts(group.layout.params[piece.index].slice)]

@@ -181,8 +181,8 @@ def _is_aligned(into: _Side, by: _Side) -> bool:
     if into.group is None or by.group is None:
         return into.group is by.group
     here, there = into.group, by.group
-    if not (here.row.shards_optimizer and there.row.shards_optimizer):
-        return here.row.shards_optimizer is there.row.shards_optimizer
+    if not (here.placements.shards_optimizer and there.placements.shards_optimizer):
+        return here.placements.shards_optimizer is there.placements.shards_optimizer
     return _mesh_of(into) == _mesh_of(by) and here.layout.holders[into.index] == there.layout.holders[by.index]
 
 
