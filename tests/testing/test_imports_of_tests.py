@@ -60,7 +60,7 @@ ABOUT = {
     "train/test_peak.py": "engine.storage.attachment train.config train.predicted",
     "docs/test_migrating.py": "cli.convert.tables",
     "spec/test_shown.py": "planner.explain report.read_run",
-    "train/test_spec.py": "train.config train.data launch.world train.proof train.saves.random_state train.spec",
+    "train/test_spec.py": "train.config train.data launch.world train.parity train.saves.random_state train.spec",
     "train/test_spec_data.py": "train.config train.data",
     "train/test_spec_loaders.py": "train.saves.random_state",
     "train/test_train_unread.py": "train.loop train.trainer train.predicted.step train.steps.unread",

@@ -10,7 +10,7 @@ from shardwise.cli import main
 from shardwise.cli.parity import STRATEGIES
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import OffloadPolicy, wrap_by_class
-from shardwise.train.proof import under_strategies
+from shardwise.train.parity import under_strategies
 
 
 def test_what_a_strategy_cannot_do_is_left_out_and_named() -> None:
@@ -69,7 +69,7 @@ def test_the_demo_says_why_it_does_not_compare() -> None:
 
     from shardwise.train.config.resolve import resolve
     from shardwise.train.config.sections import read_config
-    from shardwise.train.proof import parity_line
+    from shardwise.train.parity import parity_line
 
     draft = read_config(
         None, ["parallel.mp_policy={param_dtype: bf16}"], base={"data": {"source": "random"}}, title="t"
@@ -92,7 +92,7 @@ def test_the_demo_says_which_data_it_does_not_compare(
 
     from shardwise.train.config.resolve import data_of, resolve
     from shardwise.train.config.sections import read_config
-    from shardwise.train.proof import parity_line
+    from shardwise.train.parity import parity_line
 
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("a few words " * 750)

@@ -27,7 +27,7 @@ from shardwise.train.data.given import given_data, on_device
 from shardwise.train.data.sampler import Sampler
 from shardwise.train.data.source import is_indexed
 from shardwise.train.data.token_files import DataError
-from shardwise.train.proof import compare_with_one_process
+from shardwise.train.parity import compare_with_one_process
 from shardwise.train.saves import random_state
 from shardwise.train.spec import load_spec
 from tests.train import towers
@@ -428,7 +428,7 @@ def test_a_spec_is_planned_run_dry_and_compared_with_one_process(
 
 def compared(folder: str) -> list[bool]:
     from shardwise.launch.world import read_world
-    from shardwise.train.proof import compare_here
+    from shardwise.train.parity import compare_here
 
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     raw = read_config(Path(folder) / "run.yaml", [f"spec={SPEC}"])

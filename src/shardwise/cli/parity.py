@@ -73,7 +73,7 @@ def parity(
 
 
 def _compare(raw: RawConfig, world: World, strategies: list[str], steps: int, *, locate: bool | None) -> int:
-    from shardwise.train.proof import compare_here
+    from shardwise.train.parity import compare_here
 
     report = compare_here(raw, world, strategies=strategies, num_steps=steps, locate=locate)
     if world.rank == 0:

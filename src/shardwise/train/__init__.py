@@ -21,7 +21,7 @@ In the order of a run:
 ``predicted/``   ``budget``: whether a run fits, before processes start; ``memory`` and ``step``: bytes and time of a
     step, compared with measurements
 ``log/``         ``recorder``: numbers of steps; ``progress``: the terminal; ``report``: other files
-``proof``        comparison of strategies with one process on a run's model and data
+``parity``       comparison of strategies with one process on a run's model and data
 ``trained``      models to generate from and evaluate: a run, a checkpoint, or a Hugging Face folder; ``export``: to a
     Hugging Face folder
 """

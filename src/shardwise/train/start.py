@@ -186,7 +186,7 @@ def launch_parity(raw: RawConfig, num_ranks: int, arguments: Sequence[str], *, s
     """Check everything that needs no ranks, start the workers that compare, and return their exit code."""
     from shardwise.launch.elastic import launch
     from shardwise.spec.exact import check_exact
-    from shardwise.train.proof import under_strategies
+    from shardwise.train.parity import under_strategies
 
     for name in strategies:
         ParallelPlan(strategy=name)
