@@ -11,8 +11,8 @@ from shardwise.cli import main
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.train.config.sections import Config, read_config
+from shardwise.train.elastic import save_launchers
 from shardwise.train.folder import create, read_run_id
-from shardwise.train.new_world import note_starters
 from shardwise.train.rank import begins_from, open_directory
 from shardwise.train.saves.checkpoints import check_config, find_checkpoint, pointer_problem
 from tests.train.train_here import sets, train_well
@@ -59,7 +59,7 @@ def test_what_the_same_agent_of_torchrun_starts_again_goes_on_in_its_folder_and_
     # It was lost before it had begun.
     assert open_directory("x", None, None, again, ["an agent"]) == ("runs/x", False, None)
     (tmp_path / "runs/x/config.yaml").touch()
-    note_starters(tmp_path / "runs/x", ["an agent", None])
+    save_launchers(tmp_path / "runs/x", ["an agent", None])
     for count in (0, 1):  # it is 0 where a machine was lost or has come back
         world = World(source="torchrun", restart_count=count)
         assert open_directory("x", None, None, world, ["a new agent", "an agent"]) == ("runs/x", True, None)

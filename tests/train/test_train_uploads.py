@@ -173,7 +173,7 @@ def test_a_loop_whose_folder_is_gone_takes_up_its_own_run_from_the_store_and_no_
 ) -> None:
     far = tmp_path / "far" if kind == "folder" else place_of(f"memory://bucket/{tmp_path.name}")
     save(tmp_path / "a-2", 10, run_id="a-2-0123abcd")
-    opened = functools.partial(open_directory, resume=None, world=World(), names=[None], goes_on=True)
+    opened = functools.partial(open_directory, resume=None, world=World(), launchers=[None], auto_resumes=True)
     assert opened("a-2", tmp_path / "new" / "a-2", upload_to=str(far))[2] is None  # nothing is there
     upload({"upload": f"{tmp_path}/a-2/checkpoints/step-00000010", "to": f"{far}/checkpoints", "keep": 2, "run_id": ""})
     for name in ("b", "a"):

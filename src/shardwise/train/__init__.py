@@ -8,7 +8,7 @@ In the order of a run:
 ``config/``      ``sections``: the fields of a configuration; ``document``: YAML and JSON; ``resolve``: checks across
     sections, against world, model and data; ``hf``: facts from the configuration of a Hugging Face folder
 ``rank``         every rank's side, a session: join the world, agree on the run's folder, lock it, start the watchdog
-``folder``       a run's folder and its files; ``lock``: one process group per run; ``new_world``: resuming a run
+``folder``       a run's folder and its files; ``lock``: one process group per run; ``elastic``: restarted runs
 ``control``      communication between ranks outside of training steps
 ``model/``       ``build``: model, objective and optimizer; ``pretrained``: Hugging Face weights; ``lora``: adapters
 ``data/``        from files to the samples of each rank's step, ``given``: a user's data; ``microbatches`` reads them

@@ -26,8 +26,8 @@ from shardwise.spec.text import printable
 from shardwise.train import folder
 from shardwise.train.config.sections import Config
 from shardwise.train.control import Control
+from shardwise.train.elastic import is_restarted, launcher_identity, save_launchers
 from shardwise.train.lock import RunLock
-from shardwise.train.new_world import is_started_again, note_starters, starter
 from shardwise.train.saves.checkpoints import NEWEST, is_empty
 from shardwise.train.steps.pace import Pace
 
@@ -59,7 +59,7 @@ def session(
     run_dir: Path | None,
     resume: str | None,
     check: Callable[[], object] = lambda: None,
-    goes_on: bool = False,
+    auto_resumes: bool = False,
     takes_over: bool = False,
 ) -> Iterator[Session]:
     """Join the world, agree on the run's folder, lock it and start the watchdog, for the duration of the block.
@@ -71,7 +71,7 @@ def session(
         run_dir: The run's folder; by default named after the run.
         resume: ``latest``, ``latest-good`` or a checkpoint's path; ``None`` starts a new run.
         check: Called on rank 0 if our launcher has not checked the data.
-        goes_on: Whether a run in the folder is continued without ``resume``.
+        auto_resumes: Whether a run in the folder is continued without ``resume``.
         takes_over: Take over the folder of a run on another machine that shows no sign of life.
 
     Collective:
@@ -87,24 +87,26 @@ def session(
     ):
         control = Control(open_comms(device, "control")[0])
         control.check_same({**config.model_dump(mode="json"), **facts, **program()}, "configuration or program")
-        names = control.all_json(starter(world))
-        options = {"takes_over": takes_over, "goes_on": goes_on, "upload_to": upload_to}
-        directory, is_again, resume = control.on_first(
-            lambda: open_directory(config.name, run_dir, resume, world, names, **options)
+        launchers = control.all_json(launcher_identity(world))
+        options = {"takes_over": takes_over, "auto_resumes": auto_resumes, "upload_to": upload_to}
+        directory, is_restart, resume = control.on_first(
+            lambda: open_directory(config.name, run_dir, resume, world, launchers, **options)
         )
         directory = Path(directory)
         if world.num_nodes > 1:
             _check_shared(control, directory, world)
-        if world.source != "launcher" or goes_on:  # our launcher already holds the lock and has checked the data
-            lock = RunLock(directory, takes_over=takes_over or is_again)
+        if world.source != "launcher" or auto_resumes:  # our launcher already holds the lock and has checked the data
+            lock = RunLock(directory, takes_over=takes_over or is_restart)
             stack.callback(lock.release)
-            note = control.on_first(lambda: lock.acquire(wait_s=_OLD_WORLD_ENDS_S if is_again else 0.0))
+            note = control.on_first(lambda: lock.acquire(wait_s=_OLD_WORLD_ENDS_S if is_restart else 0.0))
             if note:
                 tell_once(note)
             control.on_first(check)
-            control.on_first(lambda: note_starters(directory, names))
-        resume = control.on_first(lambda: begins_from(directory, resume, upload_to, is_restart=is_again))
-        if not (goes_on and world.source == "alone" and step_timeout_s is None):  # not in interactive use or a debugger
+            control.on_first(lambda: save_launchers(directory, launchers))
+        resume = control.on_first(lambda: begins_from(directory, resume, upload_to, is_restart=is_restart))
+        if not (
+            auto_resumes and world.source == "alone" and step_timeout_s is None
+        ):  # not in interactive use or a debugger
             stack.callback(_watch(world, directory / LOGS, pace).set)
         yield Session(control, directory, device, stop, pace, resume)
 
@@ -129,32 +131,32 @@ def open_directory(
     run_dir: Path | None,
     resume: str | None,
     world: World,
-    names: Sequence[str | None],
+    launchers: Sequence[str | None],
     *,
     takes_over: bool = False,
-    goes_on: bool = False,
+    auto_resumes: bool = False,
     upload_to: str | None = None,
 ) -> tuple[str, bool, str | None]:
     """Choose and create the run's folder: a new one, or that of the run that is resumed or was started again.
 
-    The arguments are as in :func:`session`; ``names`` are the starters of all ranks (``new_world.starter``).
+    The arguments are as in :func:`session`; ``launchers`` are those of all ranks (``elastic.launcher_identity``).
 
     Returns:
         The folder, whether its run was started again by its launcher and continues, and the checkpoint.
     """
     own = run_dir or folder.newest(name)
-    is_again = own is not None and is_started_again(own, names, world)
-    if goes_on and resume is None and run_dir is not None:
+    is_restart = own is not None and is_restarted(own, launchers, world)
+    if auto_resumes and resume is None and run_dir is not None:
         resume = "latest" if folder.holds_run(run_dir) or folder.stores_lost(run_dir, upload_to) else None
-    if run_dir is not None and (world.source != "launcher" or goes_on) and not is_again:
+    if run_dir is not None and (world.source != "launcher" or auto_resumes) and not is_restart:
         RunLock(run_dir, takes_over=takes_over).check()
-    if own is not None and is_again and resume is None:
+    if own is not None and is_restart and resume is None:
         chosen = own
     else:
         is_resuming = resume is not None
         chosen = folder.choose(name, run_dir, is_resuming=is_resuming, wanted=resume, upload_to=upload_to)
     folder.create(chosen)
-    return str(chosen), is_again, resume
+    return str(chosen), is_restart, resume
 
 
 def _check_shared(control: Control, directory: Path, world: World) -> None:

@@ -185,7 +185,7 @@ class Run:
         with self._exit_codes(), contextlib.ExitStack() as stack:
             facts = {"config": self._own_config}
             held = stack.enter_context(
-                session(self._world, self._config, facts, run_dir=self._directory, resume=None, goes_on=True)
+                session(self._world, self._config, facts, run_dir=self._directory, resume=None, auto_resumes=True)
             )
             self._loop = loop = Loop(
                 self,

@@ -20,8 +20,8 @@ from shardwise.spec.text import printable
 from shardwise.train import folder
 from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import RawConfig, read_config
+from shardwise.train.elastic import keep_batch
 from shardwise.train.lock import RunLock
-from shardwise.train.new_world import keep_batch
 from shardwise.train.predicted.budget import check_budget, find_device
 from shardwise.train.spec import FILE_VARIABLE, TrainSpec, given_spec
 

@@ -36,9 +36,9 @@ from shardwise.train.loop import Loop, Parts
 from shardwise.train.microbatches import Microbatches
 from shardwise.train.model.build import build_optimizer, defer_model, objective_of, parameter_groups, set_lr
 from shardwise.train.model.lora import check_base, fingerprint
+from shardwise.train.parity import parity_line
 from shardwise.train.predicted.memory import least_checkpoint_bytes, predict, tensor_bytes
 from shardwise.train.predicted.step import describe, mfu_of_step, predict_step
-from shardwise.train.parity import parity_line
 from shardwise.train.rank import Session
 from shardwise.train.saves import random_state
 from shardwise.train.saves.checkpoints import check_config, resharded, saved_config

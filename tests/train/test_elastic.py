@@ -18,7 +18,7 @@ import pytest
 from shardwise.launch.world import World
 from shardwise.spec.errors import ConfigError
 from shardwise.train.config.sections import RawConfig, read_config
-from shardwise.train.new_world import keep_batch, note_starters, starter
+from shardwise.train.elastic import keep_batch, launcher_identity, save_launchers
 from tests.train.train_here import CONFIG, losses, sets, train_well
 
 
@@ -35,7 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run of job 7 with a global batch of 8, of microbatches of 2."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     (tmp_path / "logs").mkdir()
-    note_starters(tmp_path, ["torchrun 7: an agent"])
+    save_launchers(tmp_path, ["torchrun 7: an agent"])
     (tmp_path / "config.yaml").write_text(
         "train: {micro_batch_size: 2, global_batch_size: 8, gradient_accumulation_steps: 2}\n"
     )
@@ -76,8 +76,8 @@ def test_a_world_that_the_plan_or_the_batch_does_not_fit_is_refused_with_those_t
 
 
 def test_an_agent_has_one_name_also_for_workers_below_a_script() -> None:
-    code = "from shardwise.train.new_world import starter; from shardwise.launch.world import World\n"
-    code += "print(starter(World(source='torchrun')))"
+    code = "from shardwise.train.elastic import launcher_identity; from shardwise.launch.world import World\n"
+    code += "print(launcher_identity(World(source='torchrun')))"
     environ = os.environ | {"TORCHELASTIC_RUN_ID": "7"}
     ask = [sys.executable, "-c", code]
     names = [
@@ -86,7 +86,7 @@ def test_an_agent_has_one_name_also_for_workers_below_a_script() -> None:
     ]
     assert names[0] == names[1]
     assert names[0].startswith(f"torchrun 7: process {os.getpid()} of ")
-    assert starter(World(source="launcher")) is None
+    assert launcher_identity(World(source="launcher")) is None
 
 
 class Agents:

@@ -24,7 +24,7 @@ from shardwise.train import folder
 from shardwise.train.config.resolve import batch_in
 from shardwise.train.config.sections import RawConfig, read_config
 
-STARTERS = "starters.json"
+LAUNCHERS_FILE = "starters.json"
 #: Maximum number of machines that is tried for an error message.
 _MOST_MACHINES = 64
 
@@ -38,7 +38,7 @@ def _run_name(world: World) -> str | None:
     return None
 
 
-def starter(world: World) -> str | None:
+def launcher_identity(world: World) -> str | None:
     """Return a unique name of the process that restarts this one: torchrun's agent on this machine, or a Slurm job.
 
     Unlike :func:`_run_name`, it is never reused. ``None`` if the launcher's restart count is sufficient.
@@ -62,23 +62,23 @@ def _agent() -> int:
     return pid
 
 
-def note_starters(directory: Path, names: Collection[str | None]) -> None:
-    """Store the names of the agents or jobs that started the run in ``directory``."""
-    folder.replace_json(directory / LOGS / STARTERS, {"starters": sorted({name for name in names if name})})
+def save_launchers(directory: Path, launchers: Collection[str | None]) -> None:
+    """Store which agents or jobs started the run in ``directory``, by their :func:`launcher_identity`."""
+    folder.replace_json(directory / LOGS / LAUNCHERS_FILE, {"starters": sorted({name for name in launchers if name})})
 
 
-def is_started_again(directory: Path, names: Collection[str | None], world: World) -> bool:
-    """Return whether ``names`` include a starter of the run in ``directory``, so that the run continues."""
+def is_restarted(directory: Path, launchers: Collection[str | None], world: World) -> bool:
+    """Return whether one of ``launchers`` started the run in ``directory``, so that the run continues."""
     if world.source == "torchrun":
-        return not set(_starters(directory)).isdisjoint(names)
+        return not set(_load_launchers(directory)).isdisjoint(launchers)
     if world.source == "slurm":
-        return world.restart_count > 0 and not set(_starters(directory)).isdisjoint(names)
+        return world.restart_count > 0 and not set(_load_launchers(directory)).isdisjoint(launchers)
     return world.restart_count > 0
 
 
-def _starters(directory: Path) -> list[str]:
+def _load_launchers(directory: Path) -> list[str]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return [str(name) for name in json.loads((directory / LOGS / STARTERS).read_text())["starters"]]
+        return [str(name) for name in json.loads((directory / LOGS / LAUNCHERS_FILE).read_text())["starters"]]
     return []
 
 
@@ -90,7 +90,7 @@ def keep_batch(raw: RawConfig, directory: Path | None, world: World) -> RawConfi
     name = _run_name(world)
     if world.source != "torchrun" or name is None or directory is None or not (directory / CONFIG).is_file():
         return raw
-    if not any(held.startswith(f"{name}:") for held in _starters(directory)):
+    if not any(launcher.startswith(f"{name}:") for launcher in _load_launchers(directory)):
         return raw
     try:
         train = read_config(directory / CONFIG).config.train
