@@ -20,7 +20,7 @@ from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.writer import write
 from shardwise.spec.errors import CheckpointError
 from shardwise.train import folder as rundir
-from shardwise.train.trained import find_trained
+from shardwise.train.load import find_model
 from tests.checkpoint.threads import cut, even, flip, run_in_threads, sample, whole
 from tests.common.ranks import refusal
 
@@ -392,7 +392,7 @@ def test_a_folder_of_another_kind_is_named_with_what_to_do(saved, tmp_path):
         other = tmp_path / name
         other.mkdir()
         (other / name).touch()
-        found = [refusal(CheckpointError, read, other) for read in (open_checkpoint, find_trained)]
+        found = [refusal(CheckpointError, read, other) for read in (open_checkpoint, find_model)]
         found += [refusal(CheckpointError, import_dcp, other, tmp_path / "out")]
         found += [refusal(CheckpointError, rundir.choose, "x", tmp_path, is_resuming=True, wanted=str(other))]
         assert all("\n  It is a checkpoint of DeepSpeed. Run `python zero_to_fp32.py " in text for text in found)

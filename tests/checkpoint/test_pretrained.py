@@ -23,12 +23,12 @@ from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import Cut
 from shardwise.testing import run_on_ranks, streams
+from shardwise.train.checkpoints.random_state import seed_all
 from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.model.build import build_model, defer_model
 from shardwise.train.model.pretrained import deferred_from_folder
 from shardwise.train.predicted.memory import peak_of_tensors
-from shardwise.train.saves.random_state import seed_all
 from tests.common.own import own
 from tests.train.train_here import train_well
 

@@ -371,5 +371,5 @@ def test_folders_are_read_without_following_links(tmp_path):
 
 
 def test_nothing_imports_fsspec_before_a_store_is_named():
-    code = "import sys, shardwise, shardwise.train.start; print('fsspec' in sys.modules, 'torch' in sys.modules)"
+    code = "import sys, shardwise, shardwise.train.launcher; print('fsspec' in sys.modules, 'torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == "False False\n"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.train.saves.random_state import rank_seed
+from shardwise.train.checkpoints.random_state import rank_seed
 
 VOCAB, LENGTH, WIDTH, DIM = 24, 8, 16, 8
 

@@ -29,7 +29,7 @@ from shardwise.checkpoint.writer import write
 from shardwise.spec.errors import ShardwiseError
 from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import read_config
-from shardwise.train.trained import find_trained
+from shardwise.train.load import find_model
 from tests.checkpoint.threads import cut, even, run_in_threads, sample, whole
 
 KINDS = ("config", "manifest", "header", "optimizer", "run")
@@ -291,7 +291,7 @@ def _run(folder: Path) -> Callable[[random.Random], None]:
         held, key = draw.choice(((content, "data"), (content["data"]["state"], "config")))
         held[key] = changed_value(draw, held[key])
         (path / manifests.MANIFEST_NAME).write_bytes(manifests.sealed(content))
-        trained = find_trained(path)
+        trained = find_model(path)
         trained.read_template()
         trained.tokenizer()
         trained.resolve([], 1)

@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.checkpoint import manifest as manifests
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.spec.errors import CheckpointError
-from shardwise.train.saves.checkpoints import find_checkpoint
+from shardwise.train.checkpoints.checkpoints import find_checkpoint
 from tests.reliability.board import scenario
 from tests.reliability.box import WITNESS, Box, Ended, Kind, Run, Seen
 from tests.reliability.refusals import refuses

@@ -13,10 +13,10 @@ import pytest
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.plan import plan_fields
 from shardwise.spec.schedule import PipelinePolicy
+from shardwise.train.checkpoints.checkpoints import differences
 from shardwise.train.config.hf import read_language_model
 from shardwise.train.config.resolve import RunConfig, resolve, stored_dtype
 from shardwise.train.config.sections import Config, read_config, schema
-from shardwise.train.saves.checkpoints import differences
 
 GOOD = "train: {steps: 10, micro_batch_size: 2, global_batch_size: 8}\ndata: {source: random}\n"
 

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.spec.errors import ConfigError
+from shardwise.train.checkpoints import random_state
+from shardwise.train.checkpoints.checkpoints import check_config
 from shardwise.train.config.resolve import RunConfig, data_of, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.data.mixture import MixedSampler, MixedSamples, mixed
@@ -22,8 +24,6 @@ from shardwise.train.data.sampler import Permutation
 from shardwise.train.data.samples import Part
 from shardwise.train.data.token_files import DataError, write_tokens
 from shardwise.train.model.build import build_model
-from shardwise.train.saves import random_state
-from shardwise.train.saves.checkpoints import check_config
 from tests.train.chats import all_losses, cache_here, save_chats
 from tests.train.train_here import metrics, sets, summary, train_here, train_well
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.launch import fault
-from shardwise.train.saves import random_state
+from shardwise.train.checkpoints import random_state
 from shardwise.train.steps import update
 from tests.train.train_here import metrics, sets, train_here
 

@@ -19,11 +19,11 @@ from shardwise.cost.hardware import gpus
 from shardwise.launch.stop_request import INTERRUPTED, STOPPED, StopRequest, exit_code
 from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.text import printable, size
+from shardwise.train.checkpoints import random_state
 from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import OptimizerSection, read_config
 from shardwise.train.model.build import TokenBatch, build_model, build_optimizer, objective_of, parameter_groups, set_lr
 from shardwise.train.predicted.step import peak_flops
-from shardwise.train.saves import random_state
 from shardwise.train.steps.update import needs_host
 
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ import pytest
 from shardwise.cli import main
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.train.checkpoints.checkpoints import check_config, find_checkpoint, pointer_problem
 from shardwise.train.config.sections import Config, read_config
 from shardwise.train.elastic import save_launchers
 from shardwise.train.folder import create, read_run_id
-from shardwise.train.rank import begins_from, open_directory
-from shardwise.train.saves.checkpoints import check_config, find_checkpoint, pointer_problem
+from shardwise.train.worker import begins_from, open_directory
 from tests.train.train_here import sets, train_well
 
 

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.checkpoint.writer import write
 from shardwise.spec.errors import CheckpointError
-from shardwise.train.saves.saved_state import check_state
+from shardwise.train.checkpoints.saved_state import check_state
 from tests.checkpoint.threads import alone, cut, even
 
 PROGRESS = dict.fromkeys(("first_loss", "final_loss", "eval_loss_first", "eval_loss_final"), 2.5)

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.train.loop import Loop
 from shardwise.train.steps.health import LossSpikes
-from shardwise.train.steps.unread import SlowRanks
+from shardwise.train.steps.pending_metrics import SlowRanks
 
 
 def test_a_slow_rank_is_named_once_with_the_share_of_its_data() -> None:
@@ -37,7 +37,7 @@ def test_a_save_is_left_out_that_does_not_fit_the_time_left(save_s: float, saved
     held = SimpleNamespace(
         stop=SimpleNamespace(signal_number=15, came_at_s=time.monotonic() - 10),
         config=SimpleNamespace(train=SimpleNamespace(grace_s=30.0)),
-        saves=SimpleNamespace(saved_step=saved_step),
+        checkpoints=SimpleNamespace(saved_step=saved_step),
         done=SimpleNamespace(step=14),
         save_s=save_s,
         _again="continue with --resume",

@@ -21,6 +21,7 @@ import shardwise as sw
 from shardwise.cli import main
 from shardwise.spec.errors import ConfigError
 from shardwise.testing import run_on_ranks
+from shardwise.train.checkpoints import random_state
 from shardwise.train.config.resolve import data_of, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.data.given import given_data, on_device
@@ -28,7 +29,6 @@ from shardwise.train.data.sampler import Sampler
 from shardwise.train.data.source import is_indexed
 from shardwise.train.data.token_files import DataError
 from shardwise.train.parity import compare_with_one_process
-from shardwise.train.saves import random_state
 from shardwise.train.spec import load_spec
 from tests.train import towers
 from tests.train.train_here import losses, metrics, sets, summary

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.spec.errors import ConfigError
-from shardwise.train.saves import random_state
+from shardwise.train.checkpoints import random_state
 from tests.train import towers
 from tests.train.test_spec import CUT, Line, train_on
 from tests.train.test_spec_data import Noisy

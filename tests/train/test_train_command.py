@@ -103,7 +103,7 @@ def test_killed_after_step_12_it_resumes_from_10_bit_for_bit(whole: Path, tmp_pa
     assert [line["grad_norm"] for line in metrics(run)] == [line["grad_norm"] for line in metrics(whole)]
 
 
-@pytest.mark.long  # each half is a test of its own in test_start.py and tests/launch/test_elastic.py
+@pytest.mark.long  # each half is a test of its own in test_launcher.py and tests/launch/test_elastic.py
 def test_a_second_run_is_refused_and_a_killed_launcher_leaves_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

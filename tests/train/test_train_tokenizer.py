@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
+from shardwise.train.checkpoints.checkpoints import saved_config
 from shardwise.train.data.tokenizer import OfFolder
-from shardwise.train.saves.checkpoints import saved_config
 from tests.common.tokenizers import TEXT, save_model, save_tokenizer
 from tests.train.chats import cache_here
 from tests.train.train_here import losses, sets, train_here

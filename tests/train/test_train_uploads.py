@@ -21,11 +21,11 @@ from shardwise.checkpoint.store import find_latest
 from shardwise.launch import fault
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.train.checkpoints.checkpoints import Checkpoints, find_checkpoint, is_empty
+from shardwise.train.checkpoints.uploads import Uploads
 from shardwise.train.config.sections import read_config
 from shardwise.train.folder import read_run_id
-from shardwise.train.rank import open_directory
-from shardwise.train.saves.checkpoints import Checkpoints, find_checkpoint, is_empty
-from shardwise.train.saves.uploads import Uploads
+from shardwise.train.worker import open_directory
 from tests.checkpoint.test_store import save, truncate
 from tests.common.store import SECRETS, s3_server
 from tests.train.job import command, content, environment, processes_of, state, wait_for_step, wait_until

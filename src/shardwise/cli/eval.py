@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.cli.output import show
-from shardwise.cli.trained import check_packages, run_trained
+from shardwise.cli.trained_model import check_packages, run_with_model
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import printable
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
-    from shardwise.train.trained import Trained
+    from shardwise.train.load import TrainedModel
 
 
 def evaluate(
@@ -54,11 +54,11 @@ def evaluate(
             raise ConfigError(f"--tasks {name}: there is no such file.\n  Name a YAML file, or a task of lm-eval.")
     given = overrides or []
 
-    def check(trained: Trained, count: int) -> None:
+    def check(trained: TrainedModel, count: int) -> None:
         trained.check_continues(trained.resolve(given, count))
         _tokenizer(trained, is_chat=chat)
 
-    def work(trained: Trained, world: World) -> int:
+    def work(trained: TrainedModel, world: World) -> int:
         if world.rank:  # only rank 0 shows its progress
             os.environ["TQDM_DISABLE"] = "1"
         import lm_eval  # pyrefly: ignore[missing-import]
@@ -83,10 +83,10 @@ def evaluate(
             show(json.dumps(found["results"]) if as_json else make_table(found))
         return 0
 
-    run_trained(context, path, given, nproc, is_averaged=average, check=check, work=work)
+    run_with_model(context, path, given, nproc, is_averaged=average, check=check, work=work)
 
 
-def _tokenizer(trained: Trained, *, is_chat: bool) -> tuple[Any, int | None]:
+def _tokenizer(trained: TrainedModel, *, is_chat: bool) -> tuple[Any, int | None]:
     """Return the model's tokenizer as one of transformers, and the token before each text if it has no BOS."""
     from shardwise.train.data.tokenizer import OfFolder, byte_tokenizer
 

@@ -216,11 +216,11 @@ def export(
       shardwise export runs/demo --triton model_repository --name demo
     """
     from shardwise.train.export import export_trained
-    from shardwise.train.trained import find_trained, model_name
+    from shardwise.train.load import find_model, model_name
 
     if (folder is None) == (triton is None):
         raise ConfigError("the model goes to one place.\n  Name a new folder, or a repository: --triton DIR.")
-    trained = find_trained(source)
+    trained = find_model(source)
     if hint := trained.check_average(is_asked=average):
         typer.echo(hint, err=True)
     if triton is not None:

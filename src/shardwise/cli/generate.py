@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.trained import run_trained
+from shardwise.cli.trained_model import run_with_model
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import first_line, printable
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
     from shardwise.train.data.tokenizer import Tokenizer
-    from shardwise.train.trained import Trained
+    from shardwise.train.load import TrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def generate(
     )
     if stream and len(asked.texts) + len(asked.ids) > 1:
         raise ConfigError("--stream writes one text as it comes, but there are several prompts.\n  Give one prompt.")
-    run_trained(
+    run_with_model(
         context,
         path,
         asked.overrides,
@@ -98,7 +98,7 @@ def generate(
     )
 
 
-def _rows(asked: _Asked, trained: Trained) -> tuple[list[list[int]], Tokenizer | None]:
+def _rows(asked: _Asked, trained: TrainedModel) -> tuple[list[list[int]], Tokenizer | None]:
     """Return the token ids of each prompt, texts first, and the tokenizer if there are texts."""
     if not asked.texts and not asked.ids:
         raise ConfigError("there is no prompt.\n  Give --prompt TEXT, or --tokens '12 7 9'.")
@@ -137,7 +137,7 @@ def _conversations(texts: Sequence[str], tokenizer: Tokenizer, template: str | N
         ) from None
 
 
-def _check(asked: _Asked, trained: Trained, count: int) -> None:
+def _check(asked: _Asked, trained: TrainedModel, count: int) -> None:
     from shardwise.generation.decode import check_fit
     from shardwise.generation.sample import Sampling
 
@@ -147,7 +147,7 @@ def _check(asked: _Asked, trained: Trained, count: int) -> None:
     check_fit(rows, asked.max_new_tokens, vocab_size=resolved.vocab_size, positions=resolved.positions)
 
 
-def _generate(asked: _Asked, trained: Trained, world: World) -> int:
+def _generate(asked: _Asked, trained: TrainedModel, world: World) -> int:
     resolved = trained.resolve(asked.overrides, world.size, world.ranks_per_machine)
     rows, tokenizer = _rows(asked, trained)
     settings = {"max_new_tokens": asked.max_new_tokens, "eos": (tokenizer and tokenizer.ends) or None, **asked.sampling}

@@ -159,7 +159,7 @@ def _check(raw: RawConfig, num_nodes: int, ranks_per_node: int, *, reads_model: 
     Without ``reads_model`` only plan and batch are checked: the model and the data are in the job's image or volume.
     """
     from shardwise.train.config.resolve import batch_in, resolve
-    from shardwise.train.start import rehearse
+    from shardwise.train.launcher import rehearse
 
     num_ranks = num_nodes * ranks_per_node
     if reads_model:

@@ -56,7 +56,7 @@ def parity(
     from shardwise.launch.elastic import num_workers
     from shardwise.launch.exit_codes import run_worker
     from shardwise.launch.world import read_world
-    from shardwise.train.start import launch_parity, named_config
+    from shardwise.train.launcher import launch_parity, named_config
 
     world = read_world()
     names = [name.strip() for name in strategies.split(",") if name.strip()]

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.output import show
-from shardwise.cli.trained import check_packages, run_trained
+from shardwise.cli.trained_model import check_packages, run_with_model
 from shardwise.spec.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
     from shardwise.train.data.tokenizer import Tokenizer
-    from shardwise.train.trained import Trained
+    from shardwise.train.load import TrainedModel
 
 #: Environment variable with the key that clients must send.
 _API_KEY = "SHARDWISE_API_KEY"
@@ -82,12 +82,12 @@ def serve(
     "}'
     """
     from shardwise.launch.stop_request import CATCHES_STOPS
-    from shardwise.train.trained import model_name
+    from shardwise.train.load import model_name
 
     check_packages("serve", "starlette", "uvicorn")
     limits = (max_rows, max_waiting, max_length, grace)
     asked = _Asked(host, port, name or model_name(path), *limits, chat_template, overrides or [], average)
-    run_trained(
+    run_with_model(
         context,
         path,
         asked.overrides,
@@ -101,7 +101,7 @@ def serve(
     )
 
 
-def _check(asked: _Asked, trained: Trained, count: int) -> None:
+def _check(asked: _Asked, trained: TrainedModel, count: int) -> None:
     """Check, before any process starts, everything that can be checked then."""
     from shardwise.serve.server import bind
 
@@ -119,7 +119,7 @@ def _check(asked: _Asked, trained: Trained, count: int) -> None:
     bind(asked.host, asked.port).close()
 
 
-def _tokenizer(asked: _Asked, trained: Trained) -> Tokenizer:
+def _tokenizer(asked: _Asked, trained: TrainedModel) -> Tokenizer:
     from shardwise.train.data.tokenizer import OfFolder
 
     tokenizer, template = trained.tokenizer(), trained.read_template(asked.chat_template)
@@ -149,7 +149,7 @@ def _check_length(asked: _Asked, positions: int | None) -> None:
         )
 
 
-def _serve(asked: _Asked, trained: Trained, world: World) -> int:
+def _serve(asked: _Asked, trained: TrainedModel, world: World) -> int:
     from shardwise.generation.conveyor import Conveyor
     from shardwise.launch.stop_request import StopRequest
     from shardwise.serve.server import bind, is_loopback, serve

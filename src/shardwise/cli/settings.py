@@ -28,7 +28,7 @@ def validate(
     """
     from shardwise.launch.elastic import num_workers
     from shardwise.train.config.resolve import resolve
-    from shardwise.train.start import named_config, rehearse
+    from shardwise.train.launcher import named_config, rehearse
 
     count = num_workers(nproc)
     resolved = resolve(named_config(config, overrides or [], spec=spec)[0], count)

@@ -67,7 +67,7 @@ def train(
     from shardwise.launch.elastic import num_workers
     from shardwise.launch.stop_request import catch_early
     from shardwise.launch.world import World, read_world
-    from shardwise.train.start import launch_training, named_config, step_range_of, work
+    from shardwise.train.launcher import launch_training, named_config, step_range_of, train_worker
 
     profiled = step_range_of(profile_steps)
     world = read_world()
@@ -86,7 +86,7 @@ def train(
                 "  Leave --nproc out."
             )
         train_here = functools.partial(
-            work,
+            train_worker,
             raw,
             world,
             run_dir=run_dir,

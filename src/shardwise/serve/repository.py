@@ -10,7 +10,7 @@ from typing import Literal
 from shardwise.spec.errors import ConfigError, StorageError
 from shardwise.spec.text import printable
 from shardwise.train.export import export_trained
-from shardwise.train.trained import Trained
+from shardwise.train.load import TrainedModel
 
 Backend = Literal["python", "vllm"]
 
@@ -53,7 +53,7 @@ instance_group [ {{ count: 1 kind: KIND_MODEL }} ]
 
 
 def write_repository(
-    trained: Trained,
+    trained: TrainedModel,
     folder: Path,
     *,
     name: str,

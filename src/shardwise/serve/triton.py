@@ -22,7 +22,7 @@ from shardwise.serve.protocol import RequestError, Served, read_completion
 from shardwise.serve.scheduler import Scheduler
 from shardwise.serve.text import Text
 from shardwise.spec.errors import ShardwiseError
-from shardwise.train.trained import find_trained
+from shardwise.train.load import find_model
 
 
 class TritonPythonModel:
@@ -38,7 +38,7 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         given = {key: value["string_value"] for key, value in config["parameters"].items()}
         folder = Path(args["model_repository"]) / args["model_version"] / given["model"]
-        self._trained = find_trained(folder)
+        self._trained = find_model(folder)
         self._tokenizer = self._trained.tokenizer()
         self._name = args["model_name"]
         self._queue = Queue(int(given["max_waiting"]))

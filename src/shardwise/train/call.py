@@ -19,8 +19,8 @@ from shardwise.spec.run_files import SUMMARY
 from shardwise.spec.text import printable
 from shardwise.train import folder
 from shardwise.train.config.sections import RawConfig, read_config
+from shardwise.train.launcher import launch_training, named_config, train_worker
 from shardwise.train.spec import TrainSpec, with_code
-from shardwise.train.start import launch_training, named_config, work
 
 
 def train(
@@ -67,7 +67,7 @@ def train(
     if world.source != "alone":
         found: dict[str, Any] = {}
         raw, directory = _read(config, directory, wanted)
-        code = work(
+        code = train_worker(
             raw,
             world,
             run_dir=directory,

@@ -95,7 +95,7 @@ class Callback:
         """An evaluation has finished: ``eval_loss`` and the metrics, the same on every rank."""
 
     def on_save(self, run: RunView) -> None:
-        """A save has returned: written, started (asynchronous), or failed because of the disk (``run.saves``)."""
+        """A save has returned: written, started (asynchronous), or failed because of the disk."""
 
     def on_end(self, run: RunView) -> None:
         """The steps have ended: all are made, or a stop was requested. Not called after an error."""

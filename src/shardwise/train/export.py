@@ -22,9 +22,9 @@ from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.extent import Extent
 from shardwise.spec.text import printable
 from shardwise.train.data.tokenizer import BYTES, byte_tokenizer
+from shardwise.train.load import TrainedModel
 from shardwise.train.model.build import defer_model
 from shardwise.train.model.pretrained import CLASSES
-from shardwise.train.trained import Trained
 from shardwise.weights.state.extents import empty
 from shardwise.weights.state.held import BUFFER, persistent_buffers
 
@@ -32,7 +32,7 @@ _GENERATION = "generation_config.json"
 
 
 def export_trained(
-    trained: Trained,
+    trained: TrainedModel,
     path: Path,
     *,
     dtype: str | None = None,
@@ -140,7 +140,7 @@ def _read(
     return found
 
 
-def _tokenizer(trained: Trained) -> Any:
+def _tokenizer(trained: TrainedModel) -> Any:
     if trained.tokens_by == BYTES:
         return byte_tokenizer()
     return None if trained.tokens_by is None else Path(trained.tokens_by).expanduser()

@@ -42,18 +42,18 @@ from shardwise.spec.run_files import PROFILE, REPORT
 from shardwise.spec.text import first_line, printable, size
 from shardwise.train import folder
 from shardwise.train.callback import Callback, Record
+from shardwise.train.checkpoints import random_state
+from shardwise.train.checkpoints.checkpoints import BEST, Checkpoints, find_checkpoint
+from shardwise.train.checkpoints.saved_state import Progressed
 from shardwise.train.config.sections import Config
 from shardwise.train.log.progress import Progress
 from shardwise.train.log.recorder import Recorder
 from shardwise.train.log.report import FINISHED, Outcome, Report, Speed
 from shardwise.train.predicted.memory import peak_of_tensors
-from shardwise.train.rank import Session
-from shardwise.train.saves import random_state
-from shardwise.train.saves.checkpoints import BEST, Checkpoints, find_checkpoint
-from shardwise.train.saves.saved_state import Progressed
 from shardwise.train.steps.health import Health
+from shardwise.train.steps.pending_metrics import TOKENS, PendingMetrics, PendingStep, ReadStep, StepTime
 from shardwise.train.steps.trace import StepTrace
-from shardwise.train.steps.unread import TOKENS, ReadStep, StepTime, UnreadStep, UnreadSteps
+from shardwise.train.worker import Session
 
 #: Seconds of ``train.grace_s`` that are reserved for the exit of the processes.
 _ENDS_S = 2.0
@@ -114,8 +114,9 @@ class Loop:
         foreign_bytes: int = 0,
     ) -> None:
         self.owner, self.parts, self.report, self.config, self.callbacks = owner, parts, report, config, callbacks
-        self.control, self.stop, self.pace, self._resume = session.control, session.stop, session.pace, session.resume
-        self._is_own_loop, control = is_own_loop, session.control
+        self.stop, self.timeouts, self._resume = session.stop, session.timeouts, session.resume
+        self.control = control = session.control
+        self._is_own_loop = is_own_loop
         self.model, self.optimizer = parts.model, parts.optimizers[0]
         self.device, self.directory = session.device, session.directory
         self.step, self.done = 0, Progressed.none()  # steps made, and the state of the steps that were read
@@ -135,10 +136,10 @@ class Loop:
         run_id = control.on_first(
             lambda: folder.read_run_id(self.directory) or f"{self.directory.name}-{secrets.token_hex(4)}"
         )
-        self.saves = Checkpoints(
+        self.checkpoints = Checkpoints(
             self.model, self.directory, run_id=run_id, section=config.checkpoint, control=control, device=self.device
         )
-        self.unread = UnreadSteps(control, config.log.every, has_values=is_own_loop)
+        self.pending = PendingMetrics(control, config.log.every, has_values=is_own_loop)
         self.recorder: Recorder | None = None
         self.progress = Progress(steps=config.train.steps, every=config.log.every, is_shown=control.is_first)
 
@@ -167,7 +168,7 @@ class Loop:
             raise
         finally:
             self.progress.close()
-            self.saves.uploads.close()
+            self.checkpoints.uploads.close()
             if self.recorder is not None:
                 self.recorder.close(self.outcome.exit_code)
                 self.report.write_summary(self.summary)
@@ -200,13 +201,13 @@ class Loop:
             self.done,
             self.outcome,
             self.speed,
-            peak_bytes=self.unread.peak_bytes,
-            failed_saves=self.saves.failures + self.saves.uploads.failures,
+            peak_bytes=self.pending.peak_bytes,
+            failed_saves=self.checkpoints.failures + self.checkpoints.uploads.failures,
         )
 
     def conclude(self, *lines: str) -> None:
         """Print the results of a finished run."""
-        peak, reason = self.unread.peak_bytes, self.outcome.reason
+        peak, reason = self.pending.peak_bytes, self.outcome.reason
         self.report.conclude(self.progress, self.done, self.speed, peak_bytes=peak, reason=reason)
         for line in (*lines, f"see {printable(self.directory / REPORT)}"):
             self.progress.say(line)
@@ -224,7 +225,7 @@ class Loop:
             path = place_of(found)
             changes = [f"from {path}"] if isinstance(path, Url) else []
             changes += self.owner.check(path)
-            with self.pace.long("load"):
+            with self.timeouts.long("load"):
                 state = self._load(path, is_newest=resume == "latest")
             changes += self.owner.restore(state)
             self.done = Progressed(**{**state["progress"], "step": state["step"]})
@@ -232,9 +233,9 @@ class Loop:
             self._restore_random(state)
             if self.parts.scaler.is_enabled() and state.get("scaler"):  # empty if the earlier run did not use fp16
                 self.parts.scaler.load_state_dict(state["scaler"])
-        self.control.on_first(lambda: self.saves.note_run(path))
+        self.control.on_first(lambda: self.checkpoints.note_run(path))
         if path is not None:
-            changes += self.control.on_first(lambda: self.saves.set_aside_later(path, self.done.step))
+            changes += self.control.on_first(lambda: self.checkpoints.set_aside_later(path, self.done.step))
         if self.config.train.steps - self.done.step > MEASURED_STEPS:
             self.speed.timed_from = MEASURED_STEPS  # counting tensors slows these steps down
         self.control.on_first(self.report.write_start)
@@ -247,7 +248,8 @@ class Loop:
     def _load(self, path: Path, *, is_newest: bool) -> dict[str, Any]:
         """Load model, optimizer and average; if the newest checkpoint is damaged, add advice to the error."""
         try:
-            return self.saves.load(path, self.parts.optimizers, self.parts.average, keep_settings=not self._is_own_loop)
+            parts = self.parts
+            return self.checkpoints.load(path, parts.optimizers, parts.average, keep_settings=not self._is_own_loop)
         except CheckpointError as error:
             if not is_newest:
                 raise
@@ -276,7 +278,7 @@ class Loop:
         if self.is_step_owed:
             self._between_steps()
         while self.step < train.steps and not self._has_ended:
-            self.pace.step(self.step + 1, saved_step=self.saves.saved_step)
+            self.timeouts.step(self.step + 1, saved_step=self.checkpoints.saved_step)
             self.fault_at("step_begin", self.step + 1)
             version, is_left = engine_of(self.model, "train").version, False
             with self.trace.step(self.step + 1, self.progress.say), self._measured():
@@ -298,19 +300,19 @@ class Loop:
         """Read, evaluate and save as due after a step, and end the run if it has to end."""
         self.is_step_owed = False
         self.fault_at("after_step", self.step)
-        if trouble := self.saves.hear():
+        if trouble := self.checkpoints.hear():
             self.progress.say(trouble)
         train, saving = self.config.train, self.config.checkpoint
         is_last = self.step == train.steps
         evaluates = train.eval_every is not None and (is_last or self.step % train.eval_every == 0)
         saves = bool(saving.every and self.step % saving.every == 0) or (is_last and saving.final)
-        if not (is_last or evaluates or saves or self.unread.is_due(self.step)):
+        if not (is_last or evaluates or saves or self.pending.is_due(self.step)):
             return
         self._read(evaluates=evaluates)  # before saving, so that saved values are known to be finite
         is_last = self._agree_on_end() or is_last
-        if self.unread.signal_number and not is_last:
+        if self.pending.signal_number and not is_last:
             self._has_ended = True
-            self.outcome = self._stop(self.unread.signal_number)
+            self.outcome = self._stop(self.pending.signal_number)
             return
         if self._is_best:
             self._save(is_best=True)
@@ -323,7 +325,7 @@ class Loop:
         """Read and save the steps of a loop that was left early, on all ranks after the same step."""
         if self._has_ended:
             return
-        if self.unread.steps:
+        if self.pending.steps:
             self._read(evaluates=False)
         if self.config.checkpoint.final and self.done.step:
             self._save()
@@ -343,10 +345,10 @@ class Loop:
         """Finish pending writes, and end the run."""
         self._has_ended, saving = True, self.config.checkpoint
         problem = self._finish_save()
-        self.pace.end(saved_step=self.saves.saved_step)
-        if self.saves.failures and saving.final and self.saves.saved_step != self.done.step:
+        self.timeouts.end(saved_step=self.checkpoints.saved_step)
+        if self.checkpoints.failures and saving.final and self.checkpoints.saved_step != self.done.step:
             raise StorageError(
-                f"the last checkpoint was not saved: {self.saves.failures[-1]}\n  Free space and resume."
+                f"the last checkpoint was not saved: {self.checkpoints.failures[-1]}\n  Free space and resume."
             )
         if problem is not None:
             raise StorageError(
@@ -375,17 +377,17 @@ class Loop:
         self.speed.made_steps += 1
         clock.stop()
         exposed_s = None if waited is None else (self._waited_s() or 0.0) - waited
-        left = UnreadStep(
+        left = PendingStep(
             time=clock,
             generators=self._generators,
             sent_bytes=sum(event.sent_bytes for event in events),
             exposed_s=exposed_s,
             is_guarded=not self._is_own_loop,
         )
-        self.unread.steps.append(dataclasses.replace(left, **self._found))
+        self.pending.steps.append(dataclasses.replace(left, **self._found))
 
     def found(self, **values: Any) -> None:
-        """Store results of the current step, as fields of ``UnreadStep``, without reading them from the device."""
+        """Store results of the current step, as fields of ``PendingStep``, without reading them from the device."""
         self._found |= values
 
     def fault_at(self, point: str, step: int) -> None:
@@ -416,9 +418,9 @@ class Loop:
         Collective:
             One all-gather, and the collectives of an evaluation.
         """
-        found = self.unread.read(own_peak_bytes=self.speed.own_peak_bytes, own_signal=self.stop.signal_number)
-        if self.unread.warning:
-            self.progress.say(self.unread.warning)
+        found = self.pending.read(own_peak_bytes=self.speed.own_peak_bytes, own_signal=self.stop.signal_number)
+        if self.pending.warning:
+            self.progress.say(self.pending.warning)
         for index, values in enumerate(found):
             for warning in self.health.warnings(self.done.step + 1, values, safe=self.safe):
                 self.progress.say(warning)
@@ -435,7 +437,8 @@ class Loop:
     @property
     def safe(self) -> str:
         """The last saved checkpoint, in words."""
-        return f"checkpoint of step {self.saves.saved_step}" if self.saves.saved_step else "no checkpoint yet"
+        step = self.checkpoints.saved_step
+        return f"checkpoint of step {step}" if step else "no checkpoint yet"
 
     def _take(self, values: ReadStep, *, made_steps: int) -> Record:
         """Update the run's progress by one read step, the ``made_steps``-th of this process; return its record."""
@@ -467,7 +470,7 @@ class Loop:
             step_time_s=step_s,
             data_time_s=step.data_s,
             mfu=None if of_step is None else of_step / step_s,
-            peak_memory_bytes=self.unread.peak_bytes,
+            peak_memory_bytes=self.pending.peak_bytes,
             collective_bytes=step.sent_bytes,
             loss_scale=step.scale,
             optimizer_time_s=None if step.update is None else step.update.seconds(),
@@ -485,7 +488,7 @@ class Loop:
         """Evaluate, with averaged weights if there are any; return the values, or ``None`` after a request to stop."""
         begin, average = time.perf_counter(), self.parts.average
         swapped = average.swapped_in() if average is not None else contextlib.nullcontext()
-        with self.pace.long("evaluation"), swapped:
+        with self.timeouts.long("evaluation"), swapped:
             found = self.owner.evaluate()
         if found is None:
             self.progress.say(f"step {self.done.step}  the evaluation was left: a stop was requested")
@@ -520,8 +523,8 @@ class Loop:
 
     def must_stop(self) -> bool:
         """Return whether any rank was asked to stop. One all-gather of eight bytes per rank."""
-        self.unread.signal_number = int(max(row[0] for row in self.control.rows([float(self.stop.signal_number)])))
-        return self.unread.signal_number > 0
+        self.pending.signal_number = int(max(row[0] for row in self.control.rows([float(self.stop.signal_number)])))
+        return self.pending.signal_number > 0
 
     def check_replicas(self, step: int, *, after_backward: bool = False) -> None:
         """Compare replicated values over the ranks with ``sw.check_replicas``. All ranks must call."""
@@ -536,8 +539,8 @@ class Loop:
         state, begin, self._is_best = self._state(), time.perf_counter(), False
         if self.config.train.check_replicas_every is not None:
             self.check_replicas(self.done.step)
-        with self.pace.long("save"):
-            message = self.saves.save(
+        with self.timeouts.long("save"):
+            message = self.checkpoints.save(
                 self.parts.optimizers,
                 self.parts.average,
                 step=self.done.step,
@@ -554,7 +557,7 @@ class Loop:
             message = f"step {self.done.step}  {best}, kept in {printable(self.directory / BEST)}"
         if message:
             self.progress.say(message)
-        heartbeat.enter("step", saved_step=self.saves.saved_step)  # the last saved step, in case a callback raises
+        heartbeat.enter("step", saved_step=self.checkpoints.saved_step)  # in case a callback raises
         for callback in () if is_best else self.callbacks:
             callback.on_save(self)
 
@@ -567,9 +570,9 @@ class Loop:
         Collective:
             That of ``sw.finish_save``, and a small all-gather every few seconds, so that no rank seems to hang.
         """
-        begin, uploads, is_over, problem = time.perf_counter(), self.saves.uploads, False, None
-        with self.pace.long("save"):
-            message = self.saves.finish()
+        begin, uploads, is_over, problem = time.perf_counter(), self.checkpoints.uploads, False, None
+        with self.timeouts.long("save"):
+            message = self.checkpoints.finish()
         self.speed.checkpoint_s += time.perf_counter() - begin
         while True:
             if message:
@@ -577,7 +580,7 @@ class Loop:
             if is_over or uploads.place is None:
                 return problem
             left_s = begin + limit_s - time.perf_counter()
-            with self.pace.long("save"):
+            with self.timeouts.long("save"):
                 message, is_over, problem = self.control.on_first(lambda left_s=left_s: uploads.wait(left_s))
 
     @property
@@ -593,8 +596,8 @@ class Loop:
             note_exit(code, refusal, step=self.done.step, is_shown=True)
             return Outcome(code, refusal)
         self._save()
-        if self.saves.saved_step != self.done.step:
-            raise StorageError(f"stop requested, but the step was not saved: {self.saves.failures[-1]}")
+        if self.checkpoints.saved_step != self.done.step:
+            raise StorageError(f"stop requested, but the step was not saved: {self.checkpoints.failures[-1]}")
         waited_s = time.monotonic() - self.stop.came_at_s if self.stop.signal_number else 0.0
         problem = self._finish_save(self.config.train.grace_s - waited_s - _ENDS_S)
         reason = f"stop requested, saved step {self.done.step}, {self._again}"
@@ -611,7 +614,7 @@ class Loop:
         """
         waited_s = time.monotonic() - self.stop.came_at_s if self.stop.signal_number else 0.0
         left_s = self.config.train.grace_s - waited_s
-        if self.save_s <= left_s or not self.saves.saved_step:
+        if self.save_s <= left_s or not self.checkpoints.saved_step:
             return None
         return (
             f"stop requested, but step {self.done.step} is not saved: that needs about {self.save_s:.0f} s, and"

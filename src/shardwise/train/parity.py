@@ -17,6 +17,7 @@ from shardwise.spec.exact import check_exact
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import check_offload
 from shardwise.testing.parity import ParityReport
+from shardwise.train.checkpoints.random_state import seed_all
 from shardwise.train.config.resolve import RunConfig, data_of, resolve
 from shardwise.train.config.sections import RawConfig
 from shardwise.train.data.given import GivenSamples
@@ -24,7 +25,6 @@ from shardwise.train.data.samples import Data
 from shardwise.train.data.source import is_indexed
 from shardwise.train.data.token_files import DataError
 from shardwise.train.model.build import build_model, build_optimizer, objective_of, parameter_groups, to_tensors
-from shardwise.train.saves.random_state import seed_all
 
 #: Fields about units, which do not apply if one process runs copies of the full model.
 _OF_UNITS = ("auto_wrap_policy", "merge_units", "activation_checkpointing", "compile")

@@ -30,6 +30,8 @@ from shardwise.launch.world import World, read_world
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.spec.text import printable
 from shardwise.train.callback import Callback, Record
+from shardwise.train.checkpoints.checkpoints import resharded, saved_config
+from shardwise.train.checkpoints.saved_state import of_reader, packed
 from shardwise.train.config.resolve import GPU_LOG_EVERY
 from shardwise.train.config.sections import Config, read_config
 from shardwise.train.control import differences
@@ -37,11 +39,9 @@ from shardwise.train.data.workers import all_obey
 from shardwise.train.log.report import Report
 from shardwise.train.loop import Loop, Parts
 from shardwise.train.predicted.step import PredictedStep
-from shardwise.train.rank import Session, session
-from shardwise.train.saves.checkpoints import resharded, saved_config
-from shardwise.train.saves.saved_state import of_reader, packed
 from shardwise.train.spec import Mean
-from shardwise.train.steps.unread import TOKENS
+from shardwise.train.steps.pending_metrics import TOKENS
+from shardwise.train.worker import Session, session
 
 #: Arguments of :meth:`Run.log` with a fixed meaning.
 _KNOWN = ("loss", "grad_norm", "tokens")
@@ -309,7 +309,7 @@ class Run:
     @contextlib.contextmanager
     def long(self, phase: str = "evaluation") -> Iterator[None]:
         """Extend the time limit in this block, for work that takes longer than a step, such as an evaluation."""
-        with self._running.pace.long(phase):
+        with self._running.timeouts.long(phase):
             yield
 
     def say(self, text: str) -> None:

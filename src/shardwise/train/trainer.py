@@ -21,6 +21,9 @@ from shardwise.spec.hub import hub_name
 from shardwise.spec.run_files import MODEL, SAMPLES
 from shardwise.spec.text import printable
 from shardwise.train import folder
+from shardwise.train.checkpoints import random_state
+from shardwise.train.checkpoints.checkpoints import check_config, resharded, saved_config
+from shardwise.train.checkpoints.saved_state import check_state, of_reader, packed
 from shardwise.train.config.resolve import RunConfig, data_of
 from shardwise.train.data.given import GivenBatches, GivenSamples, LoaderSampler
 from shardwise.train.data.mixture import MixedSampler, MixedSamples
@@ -39,13 +42,10 @@ from shardwise.train.model.lora import check_base, fingerprint
 from shardwise.train.parity import parity_line
 from shardwise.train.predicted.memory import least_checkpoint_bytes, predict, tensor_bytes
 from shardwise.train.predicted.step import describe, mfu_of_step, predict_step
-from shardwise.train.rank import Session
-from shardwise.train.saves import random_state
-from shardwise.train.saves.checkpoints import check_config, resharded, saved_config
-from shardwise.train.saves.saved_state import check_state, of_reader, packed
 from shardwise.train.spec import Mean
-from shardwise.train.steps.unread import StepTime
+from shardwise.train.steps.pending_metrics import StepTime
 from shardwise.train.steps.update import Update, with_true_gradient
+from shardwise.train.worker import Session
 
 
 class Trainer:

@@ -24,11 +24,11 @@ from shardwise.spec.errors import StorageError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.run_files import CONFIG, ENVIRONMENT, MEMORY, MODEL, PLAN, PREDICTED, REPORT, SUMMARY
 from shardwise.spec.text import printable, size
+from shardwise.train.checkpoints.saved_state import Progressed
 from shardwise.train.control import Control
 from shardwise.train.folder import replace_json, replace_text
 from shardwise.train.log.progress import Progress
 from shardwise.train.predicted.step import PredictedStep
-from shardwise.train.saves.saved_state import Progressed
 
 #: Measurements of the steps of a start, in summary.json.
 _MEASURED = (

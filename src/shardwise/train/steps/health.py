@@ -13,10 +13,10 @@ from shardwise.checkpoint import plain
 from shardwise.spec.errors import NonFiniteError, StorageError
 from shardwise.spec.run_files import ODD_STEPS
 from shardwise.spec.text import printable
+from shardwise.train.checkpoints import random_state
 from shardwise.train.config.sections import Config
 from shardwise.train.folder import replace_json
-from shardwise.train.saves import random_state
-from shardwise.train.steps.unread import ReadStep, not_finite
+from shardwise.train.steps.pending_metrics import ReadStep, not_finite
 
 #: Maximum number of earlier losses that a loss is compared with, and the minimum.
 _WINDOW, _LEAST = 100, 20
@@ -45,7 +45,7 @@ class Health:
             return None
         most = self._train.max_skipped_steps
         self._skipped_in_a_row += 1
-        about = f"Its samples, losses and random states are in {self._write_bundle(step, problem, values)}."
+        about = f"Its samples, losses and random states are in {self._dump_step(step, problem, values)}."
         if not values.step.is_guarded and self._train.non_finite == "skip":
             return f"WARNING: step {step}: {problem}. {about}"
         if self._train.non_finite == "skip" and self._skipped_in_a_row <= most:
@@ -65,13 +65,13 @@ class Health:
         found = None if self._spikes is None or loss is None else self._spikes.look(loss)
         if found is None:
             return None
-        where, rank = self._write_bundle(step, found, values), max(values.losses, key=values.losses.__getitem__)
+        where, rank = self._dump_step(step, found, values), max(values.losses, key=values.losses.__getitem__)
         return (
             f"WARNING: step {step}: {found}; the highest is {values.losses[rank]:.4f}, of rank {rank}. Its samples are"
             f" in {where}."
         )
 
-    def _write_bundle(self, step: int, problem: str, values: ReadStep) -> str:
+    def _dump_step(self, step: int, problem: str, values: ReadStep) -> str:
         """Write this rank's file, unless the disk is full: its samples, all losses, its generators before the step.
 
         Return the folder of the files of all ranks.

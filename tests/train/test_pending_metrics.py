@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.train import loop, trainer
 from shardwise.train.predicted import step as predicted
-from shardwise.train.steps import unread
+from shardwise.train.steps import pending_metrics
 from tests.common.ranks import on_ranks
 from tests.train.train_here import losses, metrics, sets, summary, train_here, train_well
 
@@ -48,7 +48,7 @@ class HostReads(TorchDispatchMode):
 
 def count_reads_and_collectives() -> None:
     """Of every step, and of every reading, a line in a file of this rank."""
-    unread.LONGEST_UNREAD_S = 1e9  # however slow this machine is
+    pending_metrics.LONGEST_PENDING_S = 1e9  # however slow this machine is
     step, read = trainer.Trainer._step, loop.Loop._read
     path = Path.cwd() / f"rank-{os.environ['RANK']}.jsonl"
 

@@ -11,7 +11,7 @@ import torch
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.train.data.tokenizer import OfFolder
-from shardwise.train.trained import find_trained, model_name
+from shardwise.train.load import find_model, model_name
 from tests.common.tokenizers import save_tokenizer
 
 
@@ -23,23 +23,23 @@ def test_a_checkpoint_has_the_name_of_its_run():
 def test_a_folder_without_weights_is_refused_and_not_drawn(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"has a config.json and no weights"):
-        find_trained(tmp_path)
+        find_model(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(CheckpointError, match=r"has its weights in pytorch_model\.bin"):
-        find_trained(tmp_path)
+        find_model(tmp_path)
 
 
 def test_an_adapter_without_its_model_is_refused_with_what_to_name(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"is an adapter, without the model below it\.\n.* --merge"):
-        find_trained(tmp_path)
+        find_model(tmp_path)
 
 
 def test_a_folder_that_cannot_continue_texts_is_not_to_be_exported(tmp_path):
     config = {"is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"], "vocab_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()
-    found = find_trained(tmp_path)
+    found = find_model(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot continue texts.\n  Use the folder with transformers"):
         found.check_continues(found.resolve([], 1))
 
@@ -50,7 +50,7 @@ def test_a_mixture_that_continues_texts_takes_no_loss_of_its_routers(tmp_path):
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_local_experts": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
     MixtralForCausalLM(MixtralConfig(**sizes, **heads, output_router_logits=True)).save_pretrained(tmp_path)
-    found = find_trained(tmp_path)
+    found = find_model(tmp_path)
     with found.opened(found.resolve([], 1), World(), is_averaged=False) as model:
         assert model(torch.tensor([[3, 4]])).aux_loss is None
 

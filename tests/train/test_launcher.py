@@ -19,7 +19,7 @@ from shardwise.launch import stop_request
 from shardwise.launch.stop_request import REQUESTS, StopRequest
 from shardwise.launch.world import World
 from shardwise.spec.errors import ConfigError
-from shardwise.train.start import step_range_of
+from shardwise.train.launcher import step_range_of
 
 GOOD = "data: {source: random}\ntrain: {steps: 1}\nmodel: {preset: gpt-nano, num_layers: 3}\n"  # two heads
 
@@ -40,7 +40,7 @@ def test_a_package_that_is_missing_is_named_before_data_is_tokenized(
     def resolve(*_args: object, **_options: object) -> None:
         raise AssertionError("data would have been tokenized")
 
-    monkeypatch.setattr("shardwise.train.start.resolve", resolve)
+    monkeypatch.setattr("shardwise.train.launcher.resolve", resolve)
     monkeypatch.setattr("shardwise.train.log.recorder.importlib.util.find_spec", lambda _name: None)
     assert main(["train", "run.yaml", "--nproc", "1", "--set", "log.wandb=true"]) == 78
     assert "log.wandb=true, but wandb is not installed" in capsys.readouterr().err
@@ -134,14 +134,14 @@ ONE_TASK = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLU
 
 
 def test_a_signal_of_slurm_that_comes_before_the_ranks_take_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(*_args: object, **_options: object) -> int:
+    def train_worker(*_args: object, **_options: object) -> int:
         os.kill(os.getpid(), signal.SIGUSR1)  # which comes once, and ends a process that does not catch it
         with StopRequest() as stop:
             return stop_request.exit_code(stop.signal_number) if stop.signal_number else 0
 
     for name, value in ONE_TASK.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("shardwise.train.start.work", work)
+    monkeypatch.setattr("shardwise.train.launcher.train_worker", train_worker)
     monkeypatch.setattr(stop_request, "_early", [])
     kept = {number: signal.getsignal(number) for number in REQUESTS}
     try:
@@ -197,16 +197,16 @@ def test_a_run_s_folder_alone_brings_its_configuration_and_place(
         )
     )
     started: list[list[str]] = []
-    monkeypatch.setattr("shardwise.train.saves.checkpoints.find_checkpoint", lambda *_args: run)
-    monkeypatch.setattr("shardwise.train.saves.checkpoints.saved_config", lambda _path: {})
-    monkeypatch.setattr("shardwise.train.saves.checkpoints.check_config", lambda *_args: [])
+    monkeypatch.setattr("shardwise.train.checkpoints.checkpoints.find_checkpoint", lambda *_args: run)
+    monkeypatch.setattr("shardwise.train.checkpoints.checkpoints.saved_config", lambda _path: {})
+    monkeypatch.setattr("shardwise.train.checkpoints.checkpoints.check_config", lambda *_args: [])
     monkeypatch.setattr("shardwise.launch.elastic.launch", lambda _entry, words, *_, **__: started.append(words) or 0)
     assert main(["train", *words, "--nproc", "1", "--set", "train.micro_batch_size=2"]) == 0
     ((verb, place, *_),) = started
     assert (verb, Path(place.removeprefix("--run-dir=")).resolve()) == ("train", run)
     given: dict[str, Any] = {}
     monkeypatch.setattr(
-        "shardwise.train.start.work", lambda raw, *_args, **options: given.update(options, raw=raw) or 0
+        "shardwise.train.launcher.train_worker", lambda raw, *_args, **options: given.update(options, raw=raw) or 0
     )
     monkeypatch.setattr("shardwise.launch.world.read_world", lambda: World(source="launcher"))
     assert main(started[0]) == 0  # as a worker reads the words

@@ -21,11 +21,11 @@ from shardwise.checkpoint.store import LATEST, find_latest, publish_latest, step
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StorageError
 from shardwise.spec.run_files import CHECKPOINTS, CONFIG, RUN_ID
 from shardwise.spec.text import aligned, printable, similar
+from shardwise.train.checkpoints import random_state
+from shardwise.train.checkpoints.uploads import Uploads
 from shardwise.train.config.sections import CheckpointSection, Config
 from shardwise.train.control import Control, differences
 from shardwise.train.folder import NEWEST, is_stored, read_run_id, read_small, replace_text
-from shardwise.train.saves import random_state
-from shardwise.train.saves.uploads import Uploads
 from shardwise.weights.state.average import ExponentialMovingAverage
 
 #: Keys whose changes are printed.

@@ -12,14 +12,14 @@ from shardwise.checkpoint.storage import MANIFEST_NAME, Url, deepspeed_advice, p
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.hub import folder_name, how_to_fetch, is_hub_name, local_folder
 from shardwise.spec.text import printable
+from shardwise.train.checkpoints.checkpoints import find_checkpoint, saved_config
+from shardwise.train.checkpoints.saved_state import check_sections
 from shardwise.train.config.hf import check_weights
 from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import RawConfig, read_config
 from shardwise.train.data.source import BYTE_VOCAB, find_source
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import BYTES, Bytes, OfFolder, Tokenizer, find_tokenizer
-from shardwise.train.saves.checkpoints import find_checkpoint, saved_config
-from shardwise.train.saves.saved_state import check_sections
 from shardwise.train.task import NEXT
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _SECTIONS = ("model", "data", "parallel", "lora")
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedModel:
     """A model on disk."""
 
     checkpoint: Path | None  # the checkpoint with its weights; ``None`` for a Hugging Face folder
@@ -159,7 +159,7 @@ class Trained:
                 yield model.eval()
 
 
-def find_trained(path: Path) -> Trained:
+def find_model(path: Path) -> TrainedModel:
     """Find out whether ``path`` is a run, a checkpoint or a Hugging Face folder."""
     from shardwise.spec.run_files import CHECKPOINTS
 
@@ -182,7 +182,7 @@ def find_trained(path: Path) -> Trained:
             check_base(Path(held.model.hf or "").expanduser(), open_checkpoint(checkpoint).data["state"].get("base"))
         parallel = config.get("parallel", {})
         policy = parallel.get("mp_policy")  # null, a dtype's name, or fields
-        return Trained(
+        return TrainedModel(
             checkpoint,
             None,
             config.get("model", {}),
@@ -201,7 +201,7 @@ def find_trained(path: Path) -> Trained:
             raise CheckpointError(
                 f"{printable(path)} has a config.json and no weights.\n  Name a folder with *.safetensors beside it."
             )
-        return Trained(None, path, {"hf": str(path)})
+        return TrainedModel(None, path, {"hf": str(path)})
     if (path / "adapter_config.json").is_file():
         raise CheckpointError(
             f"{printable(path)} is an adapter, without the model below it.\n"

@@ -17,7 +17,7 @@ SHORTEST_S = 60.0
 TIMES = 10.0
 
 
-class Pace:
+class Timeouts:
     """The limits of a run's phases. The limit of a step is ``step_timeout_s``, or follows from this process's steps."""
 
     def __init__(self, step_timeout_s: float | None) -> None:

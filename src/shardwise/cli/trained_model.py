@@ -13,7 +13,7 @@ from shardwise.spec.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
-    from shardwise.train.trained import Trained
+    from shardwise.train.load import TrainedModel
 
 
 def check_packages(verb: str, *names: str) -> None:
@@ -25,15 +25,15 @@ def check_packages(verb: str, *names: str) -> None:
         raise ConfigError(f"{verb} needs {' and '.join(missing)}.\n  Install shardwise[{verb}].")
 
 
-def run_trained(
+def run_with_model(
     context: typer.Context,
     path: Path,
     overrides: list[str],
     nproc: int | None,
     *,
     is_averaged: bool,
-    check: Callable[[Trained, int], Any],
-    work: Callable[[Trained, World], int],
+    check: Callable[[TrainedModel, int], Any],
+    work: Callable[[TrainedModel, World], int],
     **launching: Any,
 ) -> None:
     """Find the trained model at ``path``, and run ``work`` in this process or in new ones.
@@ -48,10 +48,10 @@ def run_trained(
     from shardwise.launch.elastic import launch, num_workers
     from shardwise.launch.exit_codes import run_worker
     from shardwise.launch.world import read_world
-    from shardwise.train.trained import find_trained
+    from shardwise.train.load import find_model
 
     world = read_world()
-    trained = find_trained(path)
+    trained = find_model(path)
     hint = trained.check_average(is_asked=is_averaged)
     if world.source == "alone":
         if hint:

@@ -17,11 +17,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from shardwise.train.checkpoints.random_state import Generators
 from shardwise.train.control import Control
-from shardwise.train.saves.random_state import Generators
 
 #: Maximum seconds between readings, so that a request to stop or a NaN loss is noticed in time.
-LONGEST_UNREAD_S = 10.0
+LONGEST_PENDING_S = 10.0
 #: Name of the value with a step's tokens, if each rank counts its own tokens.
 TOKENS = "tokens"
 
@@ -49,7 +49,7 @@ class StepTime:
 
 
 @dataclass(slots=True)
-class UnreadStep:
+class PendingStep:
     """One step whose values are on the device."""
 
     time: StepTime  # duration of the step
@@ -79,7 +79,7 @@ class ReadStep:
 
     losses: dict[int, float]  # mean loss by rank, of the ranks that have one
     norm: float | None  # global norm of the gradient
-    step: UnreadStep
+    step: PendingStep
     #: Other values by name: the sum over all ranks divided by the count over all ranks
     values: dict[str, float] = field(default_factory=dict)
 
@@ -106,14 +106,14 @@ def not_finite(values: ReadStep) -> str | None:
 
 
 @dataclass(slots=True)
-class UnreadSteps:
+class PendingMetrics:
     """The steps since the last reading."""
 
     control: Control  # communication of the ranks
     every: int  # steps between two readings
     #: Whether steps may have values other than loss and norm, whose names the ranks must exchange
     has_values: bool = False
-    steps: list[UnreadStep] = field(default_factory=list)
+    steps: list[PendingStep] = field(default_factory=list)
     peak_bytes: int = 0  # peak bytes of tensors over all ranks, as of the last reading
     signal_number: int = 0  # signal that any rank had received at the last reading; 0 for none
     warning: str | None = None  # warning about a slow rank from the last reading
@@ -155,7 +155,7 @@ class UnreadSteps:
             self.warning = self.slow.add(len(steps), [row[3] for row in rows], [row[4] for row in rows])
         self._has_read = True
         pace_s = rows[0][0] / max(len(steps), 1)  # rank 0's time, so that all ranks use the same number
-        self._count = max(1, math.floor(LONGEST_UNREAD_S / pace_s)) if pace_s > 0 else self.every
+        self._count = max(1, math.floor(LONGEST_PENDING_S / pace_s)) if pace_s > 0 else self.every
         found, place = [], 5
         for step, of_step in zip(steps, names, strict=True):
             losses = {rank: row[place] / step.num_losses for rank, row in enumerate(rows) if row[place + 2]}
@@ -172,7 +172,7 @@ class UnreadSteps:
         return found
 
 
-def _own_work_s(steps: Sequence[UnreadStep]) -> tuple[float, float]:
+def _own_work_s(steps: Sequence[PendingStep]) -> tuple[float, float]:
     """Return the seconds of this rank's own work in ``steps``, and the part of them spent on data.
 
     Own work is the time of a step without waiting for other ranks. On a GPU, where the host does not wait, it is only

@@ -24,12 +24,12 @@ from shardwise.spec.errors import StorageError
 from shardwise.spec.run_files import LOGS
 from shardwise.spec.text import printable
 from shardwise.train import folder
+from shardwise.train.checkpoints.checkpoints import NEWEST, is_empty
 from shardwise.train.config.sections import Config
 from shardwise.train.control import Control
 from shardwise.train.elastic import is_restarted, launcher_identity, save_launchers
 from shardwise.train.lock import RunLock
-from shardwise.train.saves.checkpoints import NEWEST, is_empty
-from shardwise.train.steps.pace import Pace
+from shardwise.train.steps.timeouts import Timeouts
 
 #: Seconds by which torch's time limit of a collective exceeds ours, whose error says more.
 _LATER_S = 60.0
@@ -46,7 +46,7 @@ class Session:
     directory: Path  # the run's folder
     device: torch.device  # this rank's device
     stop: StopRequest  # signals to stop that this rank received
-    pace: Pace  # time limits that the watchdog checks
+    timeouts: Timeouts  # time limits that the watchdog checks
     resume: str | None  # the checkpoint to continue from; ``None``: a new run
 
 
@@ -78,11 +78,11 @@ def session(
         Every rank of the world must call: some all-gathers of small JSON.
     """
     step_timeout_s, upload_to = config.train.step_timeout_s, config.checkpoint.upload_to
-    pace = Pace(step_timeout_s)
-    pace.start()
+    timeouts = Timeouts(step_timeout_s)
+    timeouts.start()
     with (
         StopRequest() as stop,
-        joined(world, timeout_s=pace.long_limit_s + _LATER_S) as device,
+        joined(world, timeout_s=timeouts.long_limit_s + _LATER_S) as device,
         contextlib.ExitStack() as stack,
     ):
         control = Control(open_comms(device, "control")[0])
@@ -104,14 +104,13 @@ def session(
             control.on_first(check)
             control.on_first(lambda: save_launchers(directory, launchers))
         resume = control.on_first(lambda: begins_from(directory, resume, upload_to, is_restart=is_restart))
-        if not (
-            auto_resumes and world.source == "alone" and step_timeout_s is None
-        ):  # not in interactive use or a debugger
-            stack.callback(_watch(world, directory / LOGS, pace).set)
-        yield Session(control, directory, device, stop, pace, resume)
+        is_interactive = auto_resumes and world.source == "alone" and step_timeout_s is None  # or in a debugger
+        if not is_interactive:
+            stack.callback(_watch(world, directory / LOGS, timeouts).set)
+        yield Session(control, directory, device, stop, timeouts, resume)
 
 
-def _watch(world: World, logs: Path, pace: Pace) -> threading.Event:
+def _watch(world: World, logs: Path, timeouts: Timeouts) -> threading.Event:
     """Write this rank's heartbeat, and watch it unless our launcher does. Return an event that ends the watch."""
     ends = threading.Event()
     with contextlib.suppress(OSError):
@@ -121,7 +120,7 @@ def _watch(world: World, logs: Path, pace: Pace) -> threading.Event:
         heart = heartbeat.begin(logs, world.rank)
         heart.ask(stall.where)
         if world.source != "launcher":
-            pace.start()
+            timeouts.start()
             ends = watch_own_rank(logs, world.rank, world.size, safe=lambda: f"  safe: {safe(heart.beat, logs)}")
     return ends
 

@@ -1,7 +1,7 @@
 """Starts a training from a verb's arguments: finds the configuration, checks it before any process starts, launches.
 
 The launcher's side checks everything that needs no ranks, chooses the run's folder and starts the workers
-(:func:`launch_training`). Each worker reads the same arguments again and trains (:func:`work`).
+(:func:`launch_training`). Each worker reads the same arguments again and trains (:func:`train_worker`).
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def launch_training(
     if to is not None:
         storage_of(place_of(to))
     if resume is not None:
-        from shardwise.train.saves.checkpoints import check_config, find_checkpoint, is_empty, saved_config
+        from shardwise.train.checkpoints.checkpoints import check_config, find_checkpoint, is_empty, saved_config
 
         if resume not in folder.NEWEST or not is_empty(directory, to):
             check_config(saved_config(find_checkpoint(directory, resume, to)), resolved.config, resolved.asked)
@@ -198,7 +198,7 @@ def launch_parity(raw: RawConfig, num_ranks: int, arguments: Sequence[str], *, s
     return launch("shardwise", arguments, num_ranks)
 
 
-def work(
+def train_worker(
     raw: RawConfig,
     world: World,
     *,
@@ -216,8 +216,8 @@ def work(
 
     def train_here() -> int:
         from shardwise.train.log.recorder import check_extras
-        from shardwise.train.rank import session
         from shardwise.train.trainer import Trainer
+        from shardwise.train.worker import session
 
         given = keep_batch(raw, run_dir or folder.newest(raw.config.name), world)
         check_extras(given.config)
