@@ -280,7 +280,7 @@ def wait_for_all_reduces_from_last_to_first():
     comm = open_comm()
     buffers = [torch.full((100,), float(index + comm.rank)) for index in range(5)]
     handles = [comm.all_reduce(buffer, unit="same") for buffer in buffers]
-    handles[2].advance()
+    handles[2].start_next_phase()
     for handle in reversed(handles):
         handle.wait()
     for index, buffer in enumerate(buffers):

@@ -74,18 +74,18 @@ def test_a_sum_over_the_groups_is_issued_behind_the_sum_inside_them_at_once(comm
         calls.append("issued")
         return comm.all_reduce(new(), unit="u")
 
-    handle = comm.follow(inside, then, lambda: calls.append("arrived"))
+    handle = comm.chain(inside, then, lambda: calls.append("arrived"))
     assert calls == ["issued"]
-    assert handle.advance()  # it still counts as two phases: buffers are given back when the first has arrived
+    assert handle.start_next_phase()  # it still counts as two phases: buffers are given back when the first has arrived
     assert calls == ["issued", "arrived"]
-    assert not handle.advance()
+    assert not handle.start_next_phase()
     handle.wait()
     assert calls == ["issued", "arrived"]
 
 
 def test_behind_what_is_added_up_by_the_compute_stream_it_is_issued_when_that_is_done(comm):
     calls = []
-    handle = comm.follow(Done(), lambda: (calls.append("issued"), Done())[1], lambda: calls.append("arrived"))
+    handle = comm.chain(Done(), lambda: (calls.append("issued"), Done())[1], lambda: calls.append("arrived"))
     assert not calls
     handle.wait()
     assert calls == ["arrived", "issued"]

@@ -84,7 +84,7 @@ def test_nothing_is_written_but_what_is_received_and_only_once():
     assert buffer[0] == 99.0
     source, out = torch.full((size * 4,), float(rank)), torch.zeros(4)
     handle = comm.reduce_scatter(source, out, unit="u")
-    assert not handle.advance()
+    assert not handle.start_next_phase()
     assert out.tolist() == [sum(range(size))] * 4
     handle.wait()
     assert source.unique().tolist() == [rank]

@@ -66,7 +66,7 @@ def exchange():
         comm.exchange([(torch.full((3,), float(rank)), after, "u")], [(found[0], before, "u")]).wait()
         sends = [(torch.full((3,), 10.0 + rank), after, "v"), (torch.full((3,), 20.0 + rank), before, "w")]
         handle = comm.exchange(sends, [(found[1], before, "v"), (found[2], after, "w")])
-        handle.arrived()
+        handle.wait_received()
         assert [each.unique().item() for each in found] == [before, 10.0 + before, 20.0 + after]
         handle.wait()
     return [(event.kind, event.unit, event.sent_bytes) for event in events]

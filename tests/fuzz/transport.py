@@ -31,8 +31,8 @@ class _Late(Handle):
         self._inner = inner
         self._deliver: Callable[[], None] | None = deliver
 
-    def advance(self) -> bool:
-        if self._inner.advance():
+    def start_next_phase(self) -> bool:
+        if self._inner.start_next_phase():
             return True
         self._finish()
         return False
@@ -59,7 +59,7 @@ class _Transport:
             time.sleep(self._random.choice([0.0005, 0.002, 0.005]))
         if self._shared.random() < 0.25:
             handle = issue()
-            while handle.advance():
+            while handle.start_next_phase():
                 pass
             return handle
         return self._random.choice([issue, issue_late, issue_late])()

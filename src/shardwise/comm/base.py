@@ -80,14 +80,14 @@ class Handle(ABC):
         Waiting twice is allowed and free.
         """
 
-    def advance(self) -> bool:
+    def start_next_phase(self) -> bool:
         """Finish the phase under way and start the next one. Returns whether there was one to start.
 
         A handle with a single phase may wait only for its result here, and for its sends in :meth:`wait`.
         """
         return False
 
-    def arrived(self) -> None:
+    def wait_received(self) -> None:
         """Wait for the result only. Sent buffers may still be read, so :meth:`wait` must be called later."""
         self.wait()
 
@@ -110,15 +110,15 @@ class Exchange(Handle):
     def __init__(self, sends: Sequence[Handle], receives: Sequence[Handle]) -> None:
         self._sends, self._receives = sends, receives
 
-    def arrived(self) -> None:
-        """As :meth:`Handle.arrived`."""
+    def wait_received(self) -> None:
+        """As :meth:`Handle.wait_received`."""
         for handle in self._receives:
             handle.wait()
         self._receives = ()
 
     def wait(self) -> None:
         """As :meth:`Handle.wait`."""
-        self.arrived()
+        self.wait_received()
         for handle in self._sends:
             handle.wait()
         self._sends = ()
@@ -134,10 +134,10 @@ class Chain(Handle):
         self._then: Callable[[], Handle] | None = then
         self._second: Handle = DONE
 
-    def advance(self) -> bool:
-        """As :meth:`Handle.advance`."""
+    def start_next_phase(self) -> bool:
+        """As :meth:`Handle.start_next_phase`."""
         if self._then is None:
-            return self._second.advance()
+            return self._second.start_next_phase()
         self._first.wait()
         then, self._then = self._then, None
         self._second = then()
@@ -146,7 +146,7 @@ class Chain(Handle):
     def wait(self) -> None:
         """As :meth:`Handle.wait`."""
         if self._then is not None:
-            self.advance()
+            self.start_next_phase()
         self._second.wait()
 
 
@@ -354,27 +354,27 @@ class Comm(Recorder, ABC):
 
     # -- combinations
 
-    def follow(self, first: Handle, then: Callable[[], Handle], arrived: Callable[[], object]) -> Handle:
+    def chain(self, first: Handle, issue: Callable[[], Handle], on_first_done: Callable[[], object]) -> Handle:
         """Issue a collective of this Comm on the result of another's.
 
         Args:
-            first: The other collective, under way. ``then`` moves its result, without a computation in between.
-            then: Issues the collective. On a transport with streams it is called at once and enqueued after ``first``;
+            first: The other collective, under way. ``issue`` moves its result, without a computation in between.
+            issue: Issues the collective. On a transport with streams it is called at once and enqueued after ``first``;
                 otherwise it is called when the returned handle advances.
-            arrived: Called when ``first`` has been waited for, as the returned handle advances.
+            on_first_done: Called when ``first`` has been waited for, as the returned handle advances.
 
         Returns:
             A handle of both, of which ``first`` is one phase.
 
         Collective:
-            The collective that ``then`` issues.
+            The collective that ``issue`` issues.
         """
 
-        def go_on() -> Handle:
-            arrived()
-            return then()
+        def issue_next() -> Handle:
+            on_first_done()
+            return issue()
 
-        return Chain(first, go_on)
+        return Chain(first, issue_next)
 
     @property
     def host(self) -> Comm:

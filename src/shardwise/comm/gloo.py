@@ -204,7 +204,7 @@ class _Exchange(Handle):
         except RuntimeError as error:
             raise self._failure(error) from error
 
-    def advance(self) -> bool:
+    def start_next_phase(self) -> bool:
         if self._receives:
             self._wait(self._receives)
         if self.on_received is not None:
@@ -213,7 +213,7 @@ class _Exchange(Handle):
         return False
 
     def wait(self) -> None:
-        self.advance()
+        self.start_next_phase()
         if self._sends:
             self._wait(self._sends)
 

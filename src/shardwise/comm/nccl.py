@@ -119,19 +119,19 @@ class NcclComm(Comm):
                 work.wait()
         return handle
 
-    def follow(self, first: Handle, then: Callable[[], Handle], arrived: Callable[[], object]) -> Handle:
-        """As :meth:`Comm.follow`: this Comm's stream waits for the other Comm's, without the compute stream."""
+    def chain(self, first: Handle, issue: Callable[[], Handle], on_first_done: Callable[[], object]) -> Handle:
+        """As :meth:`Comm.chain`: this Comm's stream waits for the other Comm's, without the compute stream."""
         if not isinstance(first, _StreamHandle):  # its result is computed on the compute stream after the wait
-            return super().follow(first, then, arrived)
+            return super().chain(first, issue, on_first_done)
         with torch.cuda.stream(self._stream):
-            first.hold_up(self._stream)
-            second = then()
+            first.block(self._stream)
+            second = issue()
 
-        def go_on() -> Handle:
-            arrived()
+        def issue_next() -> Handle:
+            on_first_done()
             return second
 
-        return Chain(first, go_on)
+        return Chain(first, issue_next)
 
     @property
     def host(self) -> Comm:
@@ -233,7 +233,7 @@ class _StreamHandle(Handle):
             self._event = None
             self._moved = ()  # later users of their memory run after the wait on the compute stream
 
-    def hold_up(self, stream: torch.cuda.Stream) -> None:
+    def block(self, stream: torch.cuda.Stream) -> None:
         """Make another stream wait. The tensors are kept until the compute stream waits too."""
         if self._event is not None:
             stream.wait_event(self._event)

@@ -108,8 +108,8 @@ class _Staged(Handle):
         self._inner = inner
         self._deliveries = deliveries
 
-    def advance(self) -> bool:
-        if self._inner.advance():
+    def start_next_phase(self) -> bool:
+        if self._inner.start_next_phase():
             return True
         self._deliver()
         return False

@@ -701,7 +701,7 @@ class Engine:
         for entry in tuple(self.reducing):
             if entry[0] in kept:
                 break
-            has_more = entry[2].advance()
+            has_more = entry[2].start_next_phase()
             if not has_more and entry is self.reducing[0]:
                 self._finish_oldest()
 

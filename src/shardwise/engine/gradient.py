@@ -472,11 +472,11 @@ class Gradient:
             return Chain(inside, lambda: self._add_up(replicate, memory, partial, is_last=is_last))
         is_home = self.result is self.storage.tensor
 
-        def arrived() -> None:
+        def release() -> None:
             if is_home:
                 self._give_back(memory)  # the sum is in the memory of .grad, not in the full-size buffer
 
-        return replicate.follow(inside, lambda: self._go_across(replicate), arrived)
+        return replicate.chain(inside, lambda: self._go_across(replicate), release)
 
     def _place_of_sum(self, buffer: Tensor, partial: Tensor | None) -> Tensor:
         """Return memory for the sum over ``dp_shard``: that of ``.grad`` if free, else this rank's slice in place."""

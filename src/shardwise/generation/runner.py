@@ -183,7 +183,7 @@ class Stages(Runner):
         if not sends and not receives:
             return
         handle = self._comm.exchange(sends, receives)
-        handle.arrived()
+        handle.wait_received()
         self._under_way.append(handle)
         while len(self._under_way) > _EXCHANGES_AHEAD:
             self._under_way.popleft().wait()

@@ -204,10 +204,10 @@ class _Collective:
         return copy
 
     @torch.no_grad()
-    def advance(self) -> bool:
+    def start_next_phase(self) -> bool:
         _begin_all()
         assert self._handle is not None
-        if self._handle.advance():
+        if self._handle.start_next_phase():
             return True
         self._deliver()
         return False
@@ -254,8 +254,8 @@ class _Freeing(Handle):
         self._collective = collective
         self._held = held
 
-    def advance(self) -> bool:
-        return _elsewhere.submit(self._collective.advance).result()
+    def start_next_phase(self) -> bool:
+        return _elsewhere.submit(self._collective.start_next_phase).result()
 
     def wait(self) -> None:
         _elsewhere.submit(self._collective.wait).result()

@@ -93,8 +93,8 @@ class _Late(Handle):
     def __init__(self, source: Tensor, target: Tensor, after) -> None:
         self._copy = source, target, after
 
-    def advance(self) -> bool:
-        return self._copy[2].advance()
+    def start_next_phase(self) -> bool:
+        return self._copy[2].start_next_phase()
 
     def wait(self) -> None:
         source, target, after = self._copy

@@ -264,8 +264,8 @@ class _Later(Copy):
         self._copies: tuple[Tensor, Tensor] | None = source, target
         self._after = after
 
-    def advance(self) -> bool:
-        return self._after.advance()
+    def start_next_phase(self) -> bool:
+        return self._after.start_next_phase()
 
     def wait(self) -> None:
         self._after.wait()
