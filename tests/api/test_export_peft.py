@@ -154,6 +154,46 @@ def test_an_adapter_has_the_files_that_peft_writes(tmp_path):
         assert got == wanted
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        {"trainable_token_indices": [64, 65]},
+        {},
+    ],
+    ids=["embeddings", "head", "both as one", "new tokens", "untrained"],
+)
+def test_tied_and_resized_embeddings_are_those_that_were_trained(options, tmp_path):
+    import peft
+    import transformers
+
+    warnings.simplefilter("ignore")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    sizes = SIZES | {"tie_word_embeddings": True}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path / "base")
+    base = load(tmp_path / "base")
+    base.resize_token_embeddings(66, mean_resizing=False)
+    model = sw.parallelize(peft.get_peft_model(base, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **TARGETS, **options)))
+    tokens = torch.tensor([[3, 64, 5, 65]])
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        wanted = model.eval()(input_ids=tokens).logits
+        sw.export(tmp_path / "adapter", model)
+        anew = load(tmp_path / "base")
+        anew.resize_token_embeddings(66, mean_resizing=False)  # other values in the new rows
+        assert not far(with_adapter(anew, tmp_path / "adapter").eval()(input_ids=tokens).logits, wanted)
+        if "trainable_token_indices" not in options:
+            sw.export(tmp_path / "merged", model, merge_adapter=True)
+            merged = load(tmp_path / "merged")
+            assert not far(merged.eval()(input_ids=tokens).logits, wanted)
+            is_one = merged.lm_head.weight is merged.model.embed_tokens.weight
+            assert is_one == merged.config.tie_word_embeddings == (len(options) != 1)
+
+
 @pytest.mark.parametrize("change", ["tied", "replicated"])
 def test_an_adapter_of_a_weight_that_other_layers_have_too_is_not_merged(change):
     import peft

@@ -154,6 +154,9 @@ def refusals():
     def give_hook(model):
         model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda _p: None)
 
+    def give_memory_of_another(model):
+        model.blocks[2].up.weight.data = model.blocks[1].up.weight.data
+
     def give_meta(model):
         model.blocks[1].up.to("meta")
 
@@ -165,6 +168,7 @@ def refusals():
     attempt("script", script)
     attempt("holes", give_holes)
     attempt("hook", give_hook)
+    attempt("memory", give_memory_of_another)
     attempt("twice", sw.parallelize)
     model = Chain()
     sw.parallelize(model.blocks[0])
@@ -178,6 +182,7 @@ def test_what_cannot_be_sharded_is_refused_by_name():
     assert "parameter 'stem.weight' holds a gradient" in texts["gradient"]
     assert "parameter 'blocks.1.up.weight' has shape [13, 8] with strides [16, 1]: a view with holes" in texts["holes"]
     assert "parameter 'blocks.1.up.weight' carries a hook" in texts["hook"]
+    assert "'blocks.1.up.weight' and 'blocks.2.up.weight' are two objects over the same memory" in texts["memory"]
     assert "parameter 'blocks.1.up.weight' is in 'blocks.1.up', which TorchScript has compiled" in texts["script"]
     assert "Use the module that torch.jit.script() was given" in texts["script"]
     assert texts["twice"].startswith("Chain is parallelized already.")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from shardwise.api.model import logical_shape
 from shardwise.models.transformer import GPT
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.hub import local_folder
 from shardwise.spec.shape.gpt import GPTConfig
 
 
@@ -67,12 +70,13 @@ class OfTransformers:
 
     stem = "model"
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, in_files: Mapping[str, nn.Parameter] | None = None) -> None:
         self._model = model
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        parameters = dict(model.named_parameters(remove_duplicate=False)) if in_files is None else in_files
         tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
         #: The name that a tied weight has in files, by its other names.
         self._kept = {alias: name for alias, name in tied.items() if parameters.get(alias) is parameters.get(name, 0)}
+        self._is_untied = bool(tied) and not self._kept
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """As :class:`Form`."""
@@ -90,6 +94,8 @@ class OfTransformers:
         config = copy.deepcopy(self._model.config)
         config.dtype = str(dtype).removeprefix("torch.")
         config.architectures = [type(self._model).__name__]
+        if self._is_untied:
+            config.tie_word_embeddings = False
         config.save_pretrained(folder)
         if self._model.can_generate():
             self._model.generation_config.save_pretrained(folder)
@@ -145,8 +151,28 @@ def _active_adapters(model: Any) -> list[str]:
     return [model.active_adapter] if hasattr(model, "prompt_encoder") else []
 
 
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter by its first name; tied weights have several."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(name)
+    return {names[0]: names for names in by_id.values()}
+
+
+def _resized(model: Any, folder: str | None) -> tuple[str, ...]:
+    """Return the paths of the embeddings, and the head, of a model whose vocabulary differs from its base's folder."""
+    file = local_folder(folder or "") / "config.json"
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if size is None or not file.is_file() or json.loads(file.read_text()).get("vocab_size", size) == size:
+        return ()
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return tuple(f"{path}." for path, module in model.named_modules() if any(module is each for each in layers))
+
+
 class Adapter:
     """The adapter of a model with a LoRA of peft, without the base model, as ``PeftModel.from_pretrained`` loads it.
+
+    Embeddings that were resized are written with it, as peft does: their new rows are in no file of the base model.
 
     Raises:
         ConfigError: The model has several active adapters, or one of another kind.
@@ -159,11 +185,13 @@ class Adapter:
         self._config = model.peft_config[self._name]
         #: Suffixes of the names of the base model's biases that are trained with the adapter.
         self._biases = {"none": (), "all": (".bias",), "lora_only": (".base_layer.bias",)}[self._config.bias]
+        self._names, self._resized = _names(model), _resized(model, self._config.base_model_name_or_path)
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the adapter's tensors only, by their names in files."""
         found = {}
-        for name, tensor in tensors.items():
+        named = [(name, held) for first, held in tensors.items() for name in self._names.get(first, [first])]
+        for name, tensor in named:
             plain = f"{name.removeprefix(_PREFIX)}."  # with a dot, because the adapter's name may be the last part
             # A trained copy of a whole module has its original's name in files.
             whole, own = f".modules_to_save.{self._name}.", f".{self._name}."
@@ -171,7 +199,7 @@ class Adapter:
             if part in plain:
                 plain = plain.replace(part, ".", 1).removesuffix(".")
                 found[_PREFIX + plain.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")] = tensor
-            elif name.endswith(self._biases):
+            elif name.endswith(self._biases) or (name.startswith(self._resized) and ".original_module." not in name):
                 found[_PREFIX + plain.removesuffix(".")] = tensor
         return found
 
@@ -196,7 +224,7 @@ class Merged:
     def __init__(self, model: Any) -> None:
         name = _only_adapter(model)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._plain, self._name, self._adapters = OfTransformers(base), name, tuple(model.peft_config)
+        self._name, self._adapters, names = name, tuple(model.peft_config), _names(model)
         self._layers = {
             path.removeprefix(_PREFIX): layer for path, layer in model.named_modules() if hasattr(layer, "base_layer")
         }
@@ -215,20 +243,31 @@ class Merged:
                     f"the weight of {path} is also another layer's, which its adapter does not change.\n"
                     "  Export the adapter by itself, without merge_adapter (--merge)."
                 )
+        self._in_files = {first: [*filter(None, map(self._name_in_files, names[first]))] for first in names}
+        held = dict(model.named_parameters())
+        self._plain = OfTransformers(base, {name: held[first] for first in names for name in self._in_files[first]})
+
+    def _name_in_files(self, name: str) -> str | None:
+        """Return the plain model's name of a parameter; ``None`` if the plain model does not have it."""
+        name = name.removeprefix(_PREFIX)
+        whole, is_whole, inside = name.partition(f".modules_to_save.{self._name}.")
+        if is_whole:
+            return f"{whole}.{inside}"
+        path, mark, rest = name.partition(".base_layer.")
+        if path in self._layers and mark:
+            return f"{path}.{rest}"
+        is_left = ".original_module." not in name and not any(f".{adapter}." in name for adapter in self._adapters)
+        return name if is_left else None
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """As :class:`Form`."""
         held = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
         found = {}
-        for name, tensor in held.items():
-            path, mark, rest = name.partition(".base_layer.")
-            whole, is_whole, inside = name.partition(f".modules_to_save.{self._name}.")
-            if is_whole:
-                found[f"{whole}.{inside}"] = tensor
-            elif path in self._layers and mark:
-                found[f"{path}.{rest}"] = self._with_adapter(path, tensor, held) if rest == "weight" else tensor
-            elif ".original_module." not in name and not any(f".{adapter}." in name for adapter in self._adapters):
-                found[name] = tensor
+        for first, tensor in tensors.items():
+            for name in self._in_files.get(first, [first.removeprefix(_PREFIX)]):
+                path, _, rest = name.rpartition(".")
+                is_adapted = path in self._layers and rest == "weight"
+                found[name] = self._with_adapter(path, tensor, held) if is_adapted else tensor
         return self._plain.convert(found)
 
     def _with_adapter(self, path: str, weight: Tensor, held: dict[str, Tensor]) -> Tensor:

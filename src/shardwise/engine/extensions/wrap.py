@@ -235,8 +235,10 @@ def _above(path: str) -> Iterator[str]:
 
 def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool = False) -> None:
     """Refuse parameters that a flat buffer cannot hold, by name."""
+    by_address: dict[int, OwnedParameter] = {}
     for entry in parameters:
         parameter, name = entry.parameter, entry.names[0]
+        _refuse_shared_memory(entry, by_address)
         if parameter.is_meta and not allows_meta:
             raise StateError(
                 f"parameter {name!r} is on the meta device: it has no values to shard.\n"
@@ -277,6 +279,18 @@ def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool 
                 f"parameter {name!r} is sharded already.\n"
                 "  Parallelize a model once; to change the plan, build it again."
             )
+
+
+def _refuse_shared_memory(entry: OwnedParameter, by_address: dict[int, OwnedParameter]) -> None:
+    """Refuse two parameters over the same memory, unless both are frozen: each would get values of its own."""
+    address = entry.parameter.data_ptr() if entry.parameter.numel() else 0  # 0 on meta
+    other = by_address.setdefault(address, entry) if address else entry
+    if other is not entry and (entry.parameter.requires_grad or other.parameter.requires_grad):
+        raise StateError(
+            f"parameters {other.names[0]!r} and {entry.names[0]!r} are two objects over the same memory: an update of"
+            " one would no longer change the other.\n"
+            "  Tie weights by giving both modules the same nn.Parameter, or clone the values of one."
+        )
 
 
 def refuse_embeddings(parameters: Iterable[OwnedParameter]) -> None:
