@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.generation.conveyor import Conveyor
+from shardwise.generation.continuous import ContinuousBatcher
 from shardwise.generation.sample import RngStreams, Sampling
 from shardwise.models.transformer import KeyValueCache
 from shardwise.parallel.context.apply import CACHE_NAMES
@@ -387,7 +387,7 @@ def test_prompts_of_unequal_length_are_refused_where_padding_would_shift_their_p
     assert text.endswith("positions of a BartForCausalLM.\n  Pass prompts of one length in each call.")
     each = [sw.generate(model, [prompt], max_new_tokens=NEW)[0] for prompt in PROMPTS]
     assert each == [own_generate(model, prompt)[0] for prompt in PROMPTS]
-    assert "padding would shift their positions" in refusal(sw.StateError, Conveyor, model)
+    assert "padding would shift their positions" in refusal(sw.StateError, ContinuousBatcher, model)
 
 
 def test_models_that_count_padding_although_they_take_positions_are_refused_too():

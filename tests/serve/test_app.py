@@ -14,8 +14,8 @@ import pytest
 
 from shardwise.generation.score import Score
 from shardwise.serve.app import MOST_BYTES, make_app
-from shardwise.serve.completion import Queue
 from shardwise.serve.protocol import Served
+from shardwise.serve.queue import Queue
 from shardwise.serve.scheduler import Scheduler
 from shardwise.serve.server import _listening, bind
 from shardwise.spec.errors import ConfigError
@@ -47,7 +47,7 @@ class Hand:
     def __init__(self, tokenizer, max_waiting, api_key, most_connections):
         self.queue = Queue(max_waiting)
         self.scheduler = Scheduler(self.queue, 1, 2)
-        self.rows, self.orders = {}, []
+        self.rows, self.decisions = {}, []
         self.says = tokenizer.encode(SAID)
         self._held = bind("127.0.0.1", 0)
         self.port = self._held.getsockname()[1]
@@ -59,12 +59,12 @@ class Hand:
         self._thread = None
 
     def turn(self):
-        order = self.scheduler(0, {number: self.says[at % len(self.says)] for number, at in self.rows.items()})
-        self.rows = {number: at + 1 for number, at in self.rows.items() if number not in order.gone}
-        self.rows |= {entry.number: 0 for entry in order.new}
-        self.orders.append(order)
-        self.scheduler.report([scored(row, num_top) for row, num_top in order.scored])
-        return order
+        decision = self.scheduler(0, {number: self.says[at % len(self.says)] for number, at in self.rows.items()})
+        self.rows = {number: at + 1 for number, at in self.rows.items() if number not in decision.removed}
+        self.rows |= {entry.number: 0 for entry in decision.new}
+        self.decisions.append(decision)
+        self.scheduler.report([scored(row, num_top) for row, num_top in decision.to_score])
+        return decision
 
     def start(self):
         self._thread = threading.Thread(target=self._run)
@@ -132,7 +132,7 @@ def test_completions_come_at_once_or_in_pieces_and_count_tokens(make):
     several = complete(client, prompt=["a", "bc"], n=2, max_tokens=5, temperature=1, seed=3)
     assert [(choice.index, choice.text) for choice in several.choices] == [(index, SAID[:5]) for index in range(4)]
     assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (3, 20)
-    begun = [entry for order in hand.orders for entry in order.new][-4:]
+    begun = [entry for decision in hand.decisions for entry in decision.new][-4:]
     assert [(bytes(entry.prompt), entry.seed, entry.stream) for entry in begun] == [
         (b"a", 3, 0), (b"a", 3, 1), (b"bc", 3, 2), (b"bc", 3, 3)
     ]  # fmt: skip
@@ -162,7 +162,7 @@ def test_logprobs_and_echo_come_with_the_whole_answer(make):
     assert several.choices[3].logprobs.token_logprobs == [None, -1 / 8, -2 / 8]
     assert several.choices[0].logprobs.token_logprobs == [None]
     assert several.usage.completion_tokens == 0
-    assert max(len(order.new) for order in hand.orders[-4:]) == 0  # nothing was generated
+    assert max(len(decision.new) for decision in hand.decisions[-4:]) == 0  # nothing was generated
     echoed = complete(client, prompt="ab", max_tokens=2, echo=True)
     assert (echoed.choices[0].text, echoed.choices[0].logprobs) == ("abhe", None)
     pieces = [piece.choices[0].text for piece in complete(client, prompt="ab", max_tokens=2, echo=True, stream=True)]
@@ -197,7 +197,7 @@ def test_chats_go_through_the_template_and_end_where_the_tokenizer_says(make, tm
     assert whole.choices[0].message.content == SAID
     assert whole.choices[0].message.role == "assistant"
     assert whole.choices[0].finish_reason == "stop"
-    given = next(order.new[0] for order in hand.orders if order.new)
+    given = next(decision.new[0] for decision in hand.decisions if decision.new)
     assert tokenizer.held.decode(given.prompt) == "<|user|>hi<end>\n<|assistant|>"
     assert given.max_new_tokens == POSITIONS - len(given.prompt) + 1
     assert given.sampling.temperature == 1
@@ -207,7 +207,7 @@ def test_chats_go_through_the_template_and_end_where_the_tokenizer_says(make, tm
     )]  # fmt: skip
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == SAID
-    given = [order.new[0] for order in hand.orders if order.new][-1]
+    given = [decision.new[0] for decision in hand.decisions if decision.new][-1]
     assert (given.seed, given.sampling.top_p, given.max_new_tokens) == (5, 0.5, 24)
     options = {"max_tokens": 40, "extra_body": {"ignore_eos": True}}
     assert (
@@ -287,9 +287,9 @@ def test_a_client_that_leaves_frees_its_place(make):
         (entry,) = hand.turn().new
         hand.turn()
         next(iter(stream))
-    (completion,) = hand.scheduler._lanes[0].values()
-    assert soon(lambda: completion.is_cancelled)
-    assert hand.turn().gone == [entry.number]
+    (request,) = hand.scheduler._batches[0].values()
+    assert soon(lambda: request.is_cancelled)
+    assert hand.turn().removed == [entry.number]
     assert not hand.scheduler.num_running
     with pytest.raises(openai.APITimeoutError):
         complete(client, timeout=1.0)

@@ -73,7 +73,7 @@ ABOUT = {
     "engine/extensions/test_activation_offload.py": (
         "engine.extensions.activation_offload engine.storage.attachment measure.storage"
     ),
-    "generation/test_conveyor.py": "generation",
+    "generation/test_continuous.py": "generation",
     "serve/test_serve_command.py": "launch.process train.data.tokenizer",
     "optim/test_flat_ranks.py": "engine.storage.flat_parameters",
     "optim/test_muon.py": "optim.muon torch_private",
@@ -92,7 +92,7 @@ ABOUT = {
     "parallel/tensor/test_tensor_memory.py": (
         "engine.extensions.recompute engine.extensions.wrap engine.storage.attachment measure.meta"
     ),
-    "generation/test_generate.py": "parallel.context.apply generation.conveyor generation.sample",
+    "generation/test_generate.py": "parallel.context.apply generation.continuous generation.sample",
     "parallel/pipeline/test_pipeline_steps.py": "parallel.pipeline.batch parallel.pipeline.pipelined",
     # faults that are injected, and steps that are watched from within
     "product/test_product_memory.py": "parallel.pipeline.runner",

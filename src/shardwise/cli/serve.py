@@ -150,7 +150,7 @@ def _check_length(asked: _Asked, positions: int | None) -> None:
 
 
 def _serve(asked: _Asked, trained: TrainedModel, world: World) -> int:
-    from shardwise.generation.conveyor import Conveyor
+    from shardwise.generation.continuous import ContinuousBatcher
     from shardwise.launch.stop_request import StopRequest
     from shardwise.serve.server import bind, is_loopback, serve
 
@@ -162,7 +162,7 @@ def _serve(asked: _Asked, trained: TrainedModel, world: World) -> int:
         tokenizer = _tokenizer(asked, trained) if is_first else None
         with trained.opened(resolved, world, is_averaged=asked.is_averaged) as model:
             if held is None or tokenizer is None:
-                Conveyor(model).run(None)
+                ContinuousBatcher(model).run(None)
                 return 0
             api_key = os.environ.get(_API_KEY) or None
             if api_key is None and not is_loopback(asked.host):

@@ -38,7 +38,7 @@ class Chunk:
     it takes part in every collective.
     """
 
-    keeps = True
+    keeps_cache = True
 
     def __init__(
         self,

@@ -146,13 +146,13 @@ def inference(model: nn.Module, engine: Engine | None, call: str) -> Iterator[No
     Collective:
         As :func:`constant_parameters`.
     """
-    trained = [module for module in model.modules() if module.training]
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with contextlib.nullcontext() if engine is None else constant_parameters(engine, call):
             yield
     finally:
-        for module in trained:
+        for module in training:
             module.training = True
 
 
@@ -170,10 +170,10 @@ class _Call:
         engine: Engine | None,
     ) -> None:
         self._model, self._engine = model, engine
-        decodes = decoder_of(model)
-        vocab_size, positions = decodes.vocab_size, decodes.positions
+        decoding = decoder_of(model)
+        vocab_size, positions = decoding.vocab_size, decoding.positions
         self._rows = rows_of(prompts)
-        if decodes.is_shifted_by_padding and len(lengths := {len(row) for row in self._rows}) > 1:
+        if decoding.is_shifted_by_padding and len(lengths := {len(row) for row in self._rows}) > 1:
             raise ConfigError(
                 f"prompts have {min(lengths)} to {max(lengths)} tokens, and padding would shift the positions of a"
                 f" {type(model).__name__}.\n  Pass prompts of one length in each call."
@@ -183,7 +183,7 @@ class _Call:
         check_ids(sorted(self._ends), vocab_size, "eos")
         self._is_own_seed = seed is None
         seed = int(torch.randint(1 << 62, ())) if seed is None and sampling.temperature else seed or 0
-        self._settings = Settings(decodes.make, sampling, seed, max_new_tokens)
+        self._settings = Settings(decoding.make, sampling, seed, max_new_tokens)
         self._batches = [{"digest": "", "num_rows": len(self._rows)}]  # by data-parallel rank
 
     def compare(self) -> None:
@@ -200,8 +200,8 @@ class _Call:
             "Pass the same on every rank.",
             show=lambda: f"max_new_tokens={steps[0]} and {'an' if steps[1] else 'no'} eos",
         )
-        told = {"seed": seed, "num_rows": len(self._rows)}
-        self._batches = batches_of_readers(self._engine, [self._rows, *options], told, "sw.generate")
+        arguments = {"seed": seed, "num_rows": len(self._rows)}
+        self._batches = batches_of_readers(self._engine, [self._rows, *options], arguments, "sw.generate")
         if self._is_own_seed:
             self._settings = self._settings._replace(seed=self._batches[0]["seed"])
 
@@ -242,10 +242,10 @@ class _Columns:
     def run(self, num_steps: int) -> Iterator[list[int | None]]:
         """Yield the columns."""
         chunks, runner = self._chunks, self._runner
-        rest = slots(runner.stages, runner.num_stages, len(chunks), num_steps)
+        remaining = slots(runner.stages, runner.num_stages, len(chunks), num_steps)
         slot: tuple[Turn, ...] = ()
         try:
-            for slot in rest:
+            for slot in remaining:
                 # A chunk's tokens determine whether it continues. The first stage receives them in this slot. Other
                 # ranks already have them, and must know before they receive activations.
                 if runner.stages[0] == 0:
@@ -259,7 +259,7 @@ class _Columns:
                     self._exchange(slot)
                 self._compute(slot)
         except GeneratorExit:  # on all ranks
-            self._abandon(slot, rest)
+            self._abandon(slot, remaining)
             raise
         for chunk in chunks:
             self._take(chunk, is_last=True)
@@ -274,15 +274,15 @@ class _Columns:
                 if index == len(self._chunks) - 1:
                     yield self._full_column()
 
-    def _abandon(self, slot: tuple[Turn, ...], rest: Iterator[tuple[Turn, ...]]) -> None:
+    def _abandon(self, slot: tuple[Turn, ...], remaining: Iterator[tuple[Turn, ...]]) -> None:
         """Finish the step that all chunks except the last have started, although the caller wants no more tokens."""
         first, last = self._runner.stages[0], len(self._chunks) - 1
         step = next(turn.step for turn in slot if turn.stage == first)
-        for each in itertools.chain([slot], rest):
-            under_way = [turn for turn in each if turn.step == step and turn.chunk < last]
+        for each in itertools.chain([slot], remaining):
+            turns = [turn for turn in each if turn.step == step and turn.chunk < last]
             if each is not slot or first:
-                self._exchange(under_way)
-            self._compute(under_way)
+                self._exchange(turns)
+            self._compute(turns)
         for chunk in self._chunks[:-1]:
             if not chunk.is_over:
                 self._runner.take(chunk)
@@ -315,14 +315,14 @@ class _Columns:
         return column
 
 
-def batches_of_readers(engine: Engine, batch: Any, told: dict[str, Any], call: str) -> list[dict[str, Any]]:
-    """Return the arguments ``told`` of each data-parallel rank, and compare a digest of its ``batch`` over its ranks.
+def batches_of_readers(engine: Engine, batch: Any, arguments: dict[str, Any], call: str) -> list[dict[str, Any]]:
+    """Return the ``arguments`` of each data-parallel rank, and compare a digest of its ``batch`` over its ranks.
 
     Collective:
         An all-gather of small JSON over all ranks.
     """
     digest = hashlib.sha256(json.dumps(batch).encode()).hexdigest()
-    every = all_gather_json(engine.comms.world, {**told, "reader": engine.comms.control.rank, "digest": digest})
+    every = all_gather_json(engine.comms.world, {**arguments, "reader": engine.comms.control.rank, "digest": digest})
     firsts: dict[int, int] = {}
     for rank, other in enumerate(every):
         first = firsts.setdefault(other["reader"], rank)

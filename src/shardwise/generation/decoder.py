@@ -37,7 +37,7 @@ class Forward(Protocol):
 class Decoder(Forward, Protocol):
     """Continues some rows with a cache."""
 
-    def joined(self, parts: Sequence[tuple[Any, Sequence[int]]], room: int) -> Decoder:
+    def join(self, parts: Sequence[tuple[Any, Sequence[int]]], room: int) -> Decoder:
         """Return a decoder for selected rows of several decoders, in order, with room for ``room`` more tokens.
 
         ``parts`` are decoders with the same layers, each with the rows that are taken from it.
@@ -65,7 +65,7 @@ MakeForward = Callable[[int, Sequence[int], Collection[int] | None], Forward]
 MakeDecoder = Callable[[int, Sequence[int], Collection[int] | None], Decoder]
 
 
-class Decodes(NamedTuple):
+class Decoding(NamedTuple):
     """The decoding interface of a model."""
 
     make: MakeDecoder
@@ -77,7 +77,7 @@ class Decodes(NamedTuple):
     is_shifted_by_padding: bool = False  # whether padding counts as tokens in spite of a mask
 
 
-def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool = True) -> Decodes:
+def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool = True) -> Decoding:
     """Find the factory of decoders of ``model``, its vocabulary, and its number of positions if that is limited.
 
     Args:
@@ -86,7 +86,7 @@ def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool 
         with_cache: Whether the model must support a cache.
     """
     if isinstance(model, GPT):
-        return Decodes(_Own, _OwnOnce, model.config.vocab_size, model.config.seq_len)
+        return Decoding(_GptDecoder, _GptForward, model.config.vocab_size, model.config.seq_len)
     config: Any = getattr(model, "config", None)
     known = inspect.signature(type(model).forward).parameters
     if callable(getattr(model, "generate", None)) and config is not None:
@@ -100,9 +100,9 @@ def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool 
             )
         positions = getattr(text, "max_position_embeddings", None)
         counts = "position_ids" not in known and any("PositionalEmbedding" in type(m).__name__ for m in model.modules())
-        return Decodes(
-            functools.partial(_OfTransformers, config, frozenset(known), cache_name=cache or ""),
-            functools.partial(_OfTransformersOnce, frozenset(known)),
+        return Decoding(
+            functools.partial(_TransformersDecoder, config, frozenset(known), cache_name=cache or ""),
+            functools.partial(_TransformersForward, frozenset(known)),
             text.vocab_size,
             positions if positions and positions > 0 else None,
             counts or text.model_type in _COUNT_PADDING,
@@ -113,7 +113,7 @@ def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool 
     )
 
 
-class _Own:
+class _GptDecoder:
     """A decoder of our GPT."""
 
     def __init__(self, capacity: int, padding: Sequence[int], _layers: Collection[int] | None) -> None:
@@ -125,10 +125,10 @@ class _Own:
     def logits(self, output: Any) -> Tensor:
         return output[:, -1]
 
-    def joined(self, parts: Sequence[tuple[Any, Sequence[int]]], room: int) -> Decoder:
-        made = _Own(0, (), None)
-        made.cache = KeyValueCache.joined([(part.cache, rows) for part, rows in parts], room)
-        return made
+    def join(self, parts: Sequence[tuple[Any, Sequence[int]]], room: int) -> Decoder:
+        joined = _GptDecoder(0, (), None)
+        joined.cache = KeyValueCache.join([(part.cache, rows) for part, rows in parts], room)
+        return joined
 
     def check_joins(self) -> None:
         pass
@@ -142,7 +142,7 @@ class _Own:
         return self.cache.room
 
 
-class _OfTransformers:
+class _TransformersDecoder:
     """A decoder of a causal language model of transformers; its cache is allocated at full size at once."""
 
     def __init__(
@@ -155,7 +155,7 @@ class _OfTransformers:
         *,
         cache_name: str,
     ) -> None:
-        self._make = functools.partial(_OfTransformers, config, known, cache_name=cache_name)
+        self._make = functools.partial(_TransformersDecoder, config, known, cache_name=cache_name)
         self._layers = layers
         self.cache = _cache(config, capacity, layers)
         self._capacity = capacity
@@ -185,15 +185,15 @@ class _OfTransformers:
     def logits(self, output: Any) -> Tensor:
         return output.logits[:, -1]
 
-    def joined(self, parts: Sequence[tuple[Any, Sequence[int]]], room: int) -> Decoder:
+    def join(self, parts: Sequence[tuple[Any, Sequence[int]]], room: int) -> Decoder:
         columns = [[part.length - part.padding[row] for row in rows] for part, rows in parts]
         length = max(map(max, columns))
-        made = self._make(length + room, [length - own for each in columns for own in each], self._layers)
-        made.length = length
-        held = range(len(made.cache.layers)) if self._layers is None else sorted(self._layers)
-        for index in held:
-            _join_layer(made.cache.layers[index], [(part.cache.layers[index], rows) for part, rows in parts], length)
-        return made
+        joined = self._make(length + room, [length - own for each in columns for own in each], self._layers)
+        joined.length = length
+        indices = range(len(joined.cache.layers)) if self._layers is None else sorted(self._layers)
+        for index in indices:
+            _join_layer(joined.cache.layers[index], [(part.cache.layers[index], rows) for part, rows in parts], length)
+        return joined
 
     def check_joins(self) -> None:
         from transformers.cache_utils import DynamicSlidingWindowLayer  # pyrefly: ignore[missing-import]
@@ -215,7 +215,7 @@ class _OfTransformers:
         return self._capacity - self.length
 
 
-class _OwnOnce:
+class _GptForward:
     """A single forward of our GPT."""
 
     def __init__(self, num_logits: int) -> None:
@@ -228,7 +228,7 @@ class _OwnOnce:
         return output
 
 
-class _OfTransformersOnce:
+class _TransformersForward:
     """A single forward of a causal language model of transformers."""
 
     def __init__(self, known: Collection[str], num_logits: int) -> None:
@@ -257,35 +257,35 @@ def _cache(config: Any, capacity: int, layers: Collection[int] | None) -> Any:
     from transformers.cache_utils import DynamicCache, DynamicLayer  # pyrefly: ignore[missing-import]
 
     cache: Any = DynamicCache(config=config.get_text_config(decoder=True))
-    held = range(len(cache.layers)) if layers is None else sorted(layers)
-    for index in held:
+    indices = range(len(cache.layers)) if layers is None else sorted(layers)
+    for index in indices:
         if type(cache.layers[index]) is DynamicLayer:
             cache.layers[index] = _roomy_layer()(capacity)
-    by_type = {type(cache.layers[index]): cache.layers[index] for index in reversed(held)}
+    by_type = {type(cache.layers[index]): cache.layers[index] for index in reversed(indices)}
     some = next(iter(by_type.values()), None)
-    for index in set(range(len(cache.layers))).difference(held) if some is not None else ():
+    for index in set(range(len(cache.layers))).difference(indices) if some is not None else ():
         kind = _roomy_layer() if type(cache.layers[index]) is DynamicLayer else type(cache.layers[index])
         cache.layers[index] = by_type.get(kind, some)
     return cache
 
 
-def _join_layer(into: Any, parts: Sequence[tuple[Any, Sequence[int]]], length: int) -> None:
+def _join_layer(target: Any, parts: Sequence[tuple[Any, Sequence[int]]], length: int) -> None:
     """Fill a new layer of a cache with selected rows of other layers, ``length`` columns in total."""
     from transformers.cache_utils import DynamicSlidingWindowLayer  # pyrefly: ignore[missing-import]
 
     first = parts[0][0]
     if not first.is_initialized:  # it uses the keys and values of another layer
         return
-    into.lazy_initialization(first.keys, first.values)
+    target.lazy_initialization(first.keys, first.values)
     is_sliding = type(first) is DynamicSlidingWindowLayer
-    kept = min(length, first.sliding_window - 1) if is_sliding else length
-    room = 0 if is_sliding else into.capacity - length
-    keys = join_columns([(part.keys, rows) for part, rows in parts], kept, room)
-    values = join_columns([(part.values, rows) for part, rows in parts], kept, room)
+    num_columns = min(length, first.sliding_window - 1) if is_sliding else length
+    room = 0 if is_sliding else target.capacity - length
+    keys = join_columns([(part.keys, rows) for part, rows in parts], num_columns, room)
+    values = join_columns([(part.values, rows) for part, rows in parts], num_columns, room)
     if is_sliding:
-        into.keys, into.values, into.cumulative_length = keys, values, length
+        target.keys, target.values, target.cumulative_length = keys, values, length
     else:
-        into.fill(keys, values, length)
+        target.fill(keys, values, length)
 
 
 @functools.cache

@@ -25,14 +25,14 @@ _EXCHANGES_AHEAD = 2
 
 
 class Rows(Protocol):
-    """Rows that go through the model together: a chunk of a batch, a lane of a conveyor, or rows that are scored.
+    """Rows that go through the model together: a chunk of a batch, a running batch, or rows that are scored.
 
     Attributes:
         new_BT: The next input.
     """
 
     index: int  # their number among the running rows
-    keeps: bool  # whether keys and values are kept for further forwards
+    keeps_cache: bool  # whether keys and values are kept for further forwards
     new_BT: Tensor  # noqa: N815 - a shape suffix
 
     @property
@@ -123,21 +123,21 @@ class Stages(Runner):
     """
 
     def __init__(
-        self, model: nn.Module, chunks: Sequence[Chunk], held: PipelineStages, comm: Comm, ranks: Sequence[int]
+        self, model: nn.Module, chunks: Sequence[Chunk], pipeline: PipelineStages, comm: Comm, ranks: Sequence[int]
     ) -> None:
-        self._model, self._held, self._comm = model, held, comm
+        self._model, self._pipeline, self._comm = model, pipeline, comm
         self._ranks = tuple(ranks)
         self.num_stages = len(ranks)
         self.stages = tuple(stage for stage, rank in enumerate(ranks) if rank == comm.rank)
-        self.layers = {stage: _layers(held, stage) for stage in self.stages}
+        self.layers = {stage: _layers(pipeline, stage) for stage in self.stages}
         self._decoders: dict[tuple[int, int], Forward] = {}
         self._flows: dict[tuple[int, bool], StageFlow] = {}
         self._has_begun: set[tuple[int, int]] = set()
         self._tokens: dict[int, Tensor] = {}
-        self._chosen: list[Tensor] = []  # since the last exchange, as for _made
-        self._made: list[tuple[_Boundary, Sequence[Tensor]]] = []  # results for a stage on another rank
-        self._kept: dict[tuple[int, int], Sequence[Tensor]] = {}  # results for a stage here, by stage and chunk
-        self._under_way: deque[Handle] = deque()
+        self._tokens_to_send: list[Tensor] = []  # since the last exchange, as for _to_send
+        self._to_send: list[tuple[_Boundary, Sequence[Tensor]]] = []  # results for a stage on another rank
+        self._inputs: dict[tuple[int, int], Sequence[Tensor]] = {}  # results for a stage here, by stage and chunk
+        self._pending: deque[Handle] = deque()
         for chunk in chunks:
             self.begin(chunk, {stage: chunk.decoder(layers) for stage, layers in self.layers.items()})
             self._flows[chunk.index, False] = self._traced(chunk, chunk.new_BT[:, :1])
@@ -159,8 +159,8 @@ class Stages(Runner):
         """
         last_rank, own = self._ranks[-1], self._comm.rank
         others = [rank for rank in range(self._comm.size) if rank != last_rank]
-        sends: list[Message] = [(tokens_B, rank, "tokens") for tokens_B in self._chosen for rank in others]
-        self._chosen = []
+        sends: list[Message] = [(tokens_B, rank, "tokens") for tokens_B in self._tokens_to_send for rank in others]
+        self._tokens_to_send = []
         receives: list[Message] = []
         expected = []
         for rows, stage in turns:
@@ -171,22 +171,22 @@ class Stages(Runner):
             elif 0 < stage < self.num_stages and self._ranks[stage - 1] != own:
                 expected.append(_Boundary(stage - 1, rows.index, self._flow(rows, stage)))
         self._exchange_headers(expected)
-        made, self._made = self._made, []
-        for (stage, _, _), tensors in made:
+        to_send, self._to_send = self._to_send, []
+        for (stage, _, _), tensors in to_send:
             to, unit = self._ranks[stage + 1], f"activation of stage {stage}"
             sends += [(tensor.detach().contiguous().view(-1), to, unit) for tensor in tensors]
         for stage, index, flow in expected:
-            device = self._held.device
+            device = self._pipeline.device
             buffers = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in flow.learned[stage]]
-            self._kept[stage, index] = buffers
+            self._inputs[stage, index] = buffers
             receives += [(each.view(-1), self._ranks[stage], f"activation of stage {stage}") for each in buffers]
         if not sends and not receives:
             return
         handle = self._comm.exchange(sends, receives)
         handle.wait_received()
-        self._under_way.append(handle)
-        while len(self._under_way) > _EXCHANGES_AHEAD:
-            self._under_way.popleft().wait()
+        self._pending.append(handle)
+        while len(self._pending) > _EXCHANGES_AHEAD:
+            self._pending.popleft().wait()
 
     def compute(self, rows: Rows, stage: int) -> None:
         """See :meth:`Runner.compute`."""
@@ -195,17 +195,17 @@ class Stages(Runner):
         decoder = self._decoders[rows.index, stage]
         received: dict[Source, Tensor] = {}
         if stage:
-            received = dict(zip(flow.boundary[stage - 1], self._kept.pop((stage - 1, rows.index)), strict=True))
+            received = dict(zip(flow.boundary[stage - 1], self._inputs.pop((stage - 1, rows.index)), strict=True))
         with torch.no_grad(), _uncompiled():
             forward = partial(decoder.call, self._model, rows.new_BT)
-            made = self._held.run(stage, flow, received, forward)
+            output = self._pipeline.run(stage, flow, received, forward)
             if stage == self.num_stages - 1:
-                self._tokens[rows.index] = rows.choose(decoder.logits(made))
-                self._chosen.append(self._tokens[rows.index])
+                self._tokens[rows.index] = rows.choose(decoder.logits(output))
+                self._tokens_to_send.append(self._tokens[rows.index])
             elif self._ranks[stage + 1] == self._comm.rank:
-                self._kept[stage, rows.index] = made
+                self._inputs[stage, rows.index] = output
             else:
-                self._made.append((_Boundary(stage, rows.index, flow), made))
+                self._to_send.append((_Boundary(stage, rows.index, flow), output))
 
     def take(self, rows: Rows) -> list[int]:
         """See :meth:`Runner.take`."""
@@ -215,9 +215,9 @@ class Stages(Runner):
 
     def finish(self) -> None:
         """See :meth:`Runner.finish`."""
-        assert not self._made
-        while self._under_way:
-            self._under_way.popleft().wait()
+        assert not self._to_send
+        while self._pending:
+            self._pending.popleft().wait()
 
     def _flow(self, rows: Rows, stage: int) -> StageFlow:
         """Return the tensors between stages in the next forward of some rows."""
@@ -226,32 +226,34 @@ class Stages(Runner):
     def _traced(self, rows: Rows, ids_BT: Tensor) -> StageFlow:
         """Return the tensors between stages for new tokens of this shape."""
         call = partial(_trace, rows.make_decoder)
-        return self._held.flow({"new tokens": ids_BT, "is padded": rows.is_padded, "keeps": rows.keeps}, call)
+        return self._pipeline.flow(
+            {"new tokens": ids_BT, "is padded": rows.is_padded, "keeps cache": rows.keeps_cache}, call
+        )
 
     def _exchange_headers(self, expected: Sequence[_Boundary]) -> None:
         """Exchange shapes and dtypes of the tensors of new flows."""
         sends: list[Message] = []
         receives: list[Message] = []
         headers = []
-        for (stage, _, flow), tensors in self._made:
+        for (stage, _, flow), tensors in self._to_send:
             if stage not in flow.learned:
                 flow.learned[stage] = tuple(
                     BoundaryTensor(tuple(t.shape), t.dtype, requires_grad=False) for t in tensors
                 )
-                told = header(stage, flow.learned[stage], self._held.device)
-                sends.append((told.view(-1), self._ranks[stage + 1], f"shapes of stage {stage}"))
+                message = header(stage, flow.learned[stage], self._pipeline.device)
+                sends.append((message.view(-1), self._ranks[stage + 1], f"shapes of stage {stage}"))
         for stage, _, flow in expected:
             if stage not in flow.learned:
-                told = empty_header(len(flow.boundary[stage]), self._held.device)
-                headers.append((stage, flow, told))
-                receives.append((told.view(-1), self._ranks[stage], f"shapes of stage {stage}"))
+                message = empty_header(len(flow.boundary[stage]), self._pipeline.device)
+                headers.append((stage, flow, message))
+                receives.append((message.view(-1), self._ranks[stage], f"shapes of stage {stage}"))
         if sends or receives:
             self._comm.exchange(sends, receives).wait()
-        for stage, flow, told in headers:
-            flow.learned[stage] = read_header(told)
+        for stage, flow, message in headers:
+            flow.learned[stage] = read_header(message)
 
 
-def few_lengths(length: int) -> int:
+def round_up_length(length: int) -> int:
     """Round ``length`` up by at most a quarter or 32, to one of four lengths between powers of two.
 
     With a pipeline the model is traced for each new shape, which takes seconds for many layers. Therefore prompts are
@@ -269,8 +271,8 @@ def _trace(make_decoder: MakeForward, model: nn.Module, batch: Any) -> Any:
 
 def _layers(stages: PipelineStages, stage: int) -> set[int]:
     """Return the indices of the layers of a stage, if its attention modules have them."""
-    held = [each.module for each in stages.modules if each.stage == stage]
-    modules = [module for each in held for module in each.modules()]
+    parents = [each.module for each in stages.modules if each.stage == stage]
+    modules = [module for each in parents for module in each.modules()]
     numbers: list[Any] = [getattr(module, "layer_idx", None) for module in modules]
     return {number for number in numbers if isinstance(number, int)}
 

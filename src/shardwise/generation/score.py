@@ -29,7 +29,7 @@ from shardwise.generation.decode import (
     rows_of,
 )
 from shardwise.generation.decoder import Forward, decoder_of
-from shardwise.generation.runner import Runner, Stages, WholeModel, few_lengths
+from shardwise.generation.runner import Runner, Stages, WholeModel, round_up_length
 from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import ConfigError
 
@@ -97,11 +97,11 @@ def score(
     """
     engine = generating_engine(model, "sw.score")
     scorer = made_together(engine, lambda: Scorer(model, engine, batch_tokens, top_logprobs))
-    rows = made_together(engine, lambda: scorer.checked(prompts, continuations))
+    rows = made_together(engine, lambda: scorer.checked_rows(prompts, continuations))
     shares, own, num_batches = [range(len(rows))], 0, 0
     if engine is not None and engine.comms.world.size > 1:
-        told = {"num_batches": len(scorer.batches(rows, shares[0]))}
-        every = batches_of_readers(engine, [rows, batch_tokens, top_logprobs], told, "sw.score")
+        arguments = {"num_batches": len(scorer.batches(rows, shares[0]))}
+        every = batches_of_readers(engine, [rows, batch_tokens, top_logprobs], arguments, "sw.score")
         num_batches = max(each["num_batches"] for each in every)
         if len(every) > 1 and len({each["digest"] for each in every}) == 1:
             by_length = sorted(shares[0], key=lambda row: -len(rows[row].ids))  # gives ranks rows of similar length
@@ -111,11 +111,11 @@ def score(
     if len(plans) > 1:
         num_batches = max(map(len, plans))
     with inference(model, engine, "sw.score"):
-        found_NW = scorer.compute(rows, plans[own], num_batches)
+        scores_NW = scorer.compute(rows, plans[own], num_batches)
     if len(plans) > 1:
         assert engine is not None
-        found_NW = _joined(engine.comms.control, found_NW, [_num_scored(rows, plan) for plan in plans])
-    return scorer.scores(rows, [batch for plan in plans for batch in plan], found_NW)
+        scores_NW = _joined(engine.comms.control, scores_NW, [_num_scored(rows, plan) for plan in plans])
+    return scorer.scores(rows, [batch for plan in plans for batch in plan], scores_NW)
 
 
 class Scorer:
@@ -130,8 +130,8 @@ class Scorer:
 
     def __init__(self, model: nn.Module, engine: Engine | None, batch_tokens: int, num_top: int) -> None:
         self._model = model
-        decodes = decoder_of(model, "sw.score", with_cache=False)
-        self._make, self._vocab_size, self._positions = decodes.make_once, decodes.vocab_size, decodes.positions
+        decoding = decoder_of(model, "sw.score", with_cache=False)
+        self._make, self._vocab_size, self._positions = decoding.make_once, decoding.vocab_size, decoding.positions
         if batch_tokens < 1:
             raise ConfigError(f"batch_tokens={batch_tokens}: expected at least 1.\n  Leave it out.")
         if not 0 <= num_top <= self._vocab_size:
@@ -140,7 +140,7 @@ class Scorer:
         self._device = next(model.parameters()).device if engine is None else engine.comms.world.device
         self._pipelined = pipelined_of(model)
 
-    def checked(self, prompts: Prompts, continuations: Prompts) -> list[Row]:
+    def checked_rows(self, prompts: Prompts, continuations: Prompts) -> list[Row]:
         """Return the checked rows."""
         before = rows_of(prompts, "prompt", "sw.score")
         after = rows_of(continuations, "continuation", "sw.score")
@@ -170,7 +170,7 @@ class Scorer:
             check_ids(continuation, self._vocab_size, f"continuation {number}")
         return [Row(prompt + after[number], len(prompt)) for number, prompt in enumerate(before)]
 
-    def whole(self, rows: Sequence[Row]) -> list[Score]:
+    def score(self, rows: Sequence[Row]) -> list[Score]:
         """Score rows that every rank has, if all ranks hold one copy of the model.
 
         Collective:
@@ -242,7 +242,9 @@ class Scorer:
     def _width(self, row: Row) -> int:
         """Return the columns of a batch with this longest row; with a pipeline there are only few different widths."""
         width = len(row.ids) - 1
-        return width if self._pipelined is None else min(few_lengths(width), self._positions or few_lengths(width))
+        return (
+            width if self._pipelined is None else min(round_up_length(width), self._positions or round_up_length(width))
+        )
 
     def _batch(self, index: int, rows: Sequence[Row]) -> _Batch:
         width = max(map(self._width, rows), default=1)
@@ -255,7 +257,7 @@ class Scorer:
 class _Batch:
     """Rows that go through the model together; a rank without rows computes a dummy row."""
 
-    keeps = False
+    keeps_cache = False
     is_padded = False
 
     def __init__(  # noqa: PLR0917 - made in one place

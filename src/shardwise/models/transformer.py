@@ -287,7 +287,7 @@ class KeyValueCache:
         length: Number of columns so far, including those of the running forward.
         mask: The columns to which each new token attends, (B, 1, T, K); ``None``: given by ``is_causal``.
         is_causal: Whether the new tokens are the first ones, and each attends to itself and all earlier ones.
-        held: Keys and values of each layer, with room for further tokens.
+        by_layer: Keys and values of each layer, with room for further tokens.
         num_logits: Number of last positions for which a forward returns logits.
     """
 
@@ -300,7 +300,7 @@ class KeyValueCache:
         self._padding = tuple(padding) if any(padding) else ()
         self._padding_B: Tensor | None = None
         self._num_new = 0
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        self.by_layer: dict[int, tuple[Tensor, Tensor]] = {}
 
     def begin(self, tokens: Tensor) -> Tensor:
         """Make room for ``tokens`` (B, T); return their positions, (B, T) or (1, T). Called once in each forward.
@@ -332,18 +332,18 @@ class KeyValueCache:
 
     def extend(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new tokens' keys and values of a layer; return those of all tokens, (B, H, K, D)."""
-        if layer not in self.held:
+        if layer not in self.by_layer:
             B, H, _, D = k_BHTD.shape
             shape = (B, H, self._capacity, D)
-            self.held[layer] = k_BHTD.new_empty(shape), v_BHTD.new_empty(shape)
-        whole = self.held[layer]
-        for held, new in zip(whole, (k_BHTD, v_BHTD), strict=True):
-            held[:, :, self.length - self._num_new : self.length] = new
-        k_BHKD, v_BHKD = (held[:, :, : self.length] for held in whole)
+            self.by_layer[layer] = k_BHTD.new_empty(shape), v_BHTD.new_empty(shape)
+        buffers = self.by_layer[layer]
+        for buffer, new in zip(buffers, (k_BHTD, v_BHTD), strict=True):
+            buffer[:, :, self.length - self._num_new : self.length] = new
+        k_BHKD, v_BHKD = (buffer[:, :, : self.length] for buffer in buffers)
         return k_BHKD, v_BHKD
 
     @classmethod
-    def joined(cls, parts: Sequence[tuple[KeyValueCache, Sequence[int]]], room: int) -> KeyValueCache:
+    def join(cls, parts: Sequence[tuple[KeyValueCache, Sequence[int]]], room: int) -> KeyValueCache:
         """Combine rows of several caches into one cache, with room for ``room`` more columns.
 
         Args:
@@ -354,13 +354,13 @@ class KeyValueCache:
         length = max(map(max, columns))
         result = cls(length + room, [length - own for each in columns for own in each])
         result.length = length
-        for layer in parts[0][0].held:
-            pieces = [(cache.held[layer], rows, cache.length) for cache, rows in parts]
+        for layer in parts[0][0].by_layer:
+            pieces = [(cache.by_layer[layer], rows, cache.length) for cache, rows in parts]
             k_BHKD, v_BHKD = (
-                join_columns([(held[side][:, :, :end], rows) for held, rows, end in pieces], length, room)
+                join_columns([(pair[side][:, :, :end], rows) for pair, rows, end in pieces], length, room)
                 for side in (0, 1)
             )
-            result.held[layer] = k_BHKD, v_BHKD
+            result.by_layer[layer] = k_BHKD, v_BHKD
         return result
 
     def text_lengths(self, rows: Sequence[int]) -> list[int]:
@@ -380,7 +380,7 @@ class KeyValueCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of all keys and values, including room for further tokens."""
-        return sum(tensor.nbytes for pair in self.held.values() for tensor in pair)
+        return sum(tensor.nbytes for pair in self.by_layer.values() for tensor in pair)
 
 
 class NoCache(KeyValueCache):
@@ -404,14 +404,16 @@ def join_columns(parts: Sequence[tuple[Tensor, Sequence[int]]], length: int, roo
     """
     first = parts[0][0]
     count = sum(len(rows) for _, rows in parts)
-    whole = first.new_empty(count, first.shape[1], length + room, first.shape[3])
+    result = first.new_empty(count, first.shape[1], length + room, first.shape[3])
     row = 0
-    for held, rows in parts:
-        into = whole[row : row + len(rows)]
-        kept = min(length, held.shape[2])
-        into[:, :, : length - kept] = 0
-        taken = held[:, :, held.shape[2] - kept :]
-        is_all = list(rows) == list(range(held.shape[0]))
-        into[:, :, length - kept : length] = taken if is_all else taken[torch.tensor(rows, device=held.device)]
+    for source, rows in parts:
+        target = result[row : row + len(rows)]
+        num_columns = min(length, source.shape[2])
+        target[:, :, : length - num_columns] = 0
+        columns = source[:, :, source.shape[2] - num_columns :]
+        is_all = list(rows) == list(range(source.shape[0]))
+        target[:, :, length - num_columns : length] = (
+            columns if is_all else columns[torch.tensor(rows, device=source.device)]
+        )
         row += len(rows)
-    return whole
+    return result

@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's paths, with a queue of completions."""
+"""The HTTP interface: OpenAI's paths, with a queue of requests."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from shardwise.serve.completion import Completion, Event, Queue, QueueClosedError, QueueFullError
 from shardwise.serve.protocol import (
     Answer,
-    Asked,
     Choice,
+    ParsedRequest,
     RequestError,
     Served,
     read_chat,
     read_completion,
     shown_score,
 )
+from shardwise.serve.queue import Event, GenerationRequest, Queue, QueueClosedError, QueueFullError
 from shardwise.serve.text import Text
 
 #: Maximum bytes of a request's body.
@@ -41,8 +41,8 @@ _READERS = 2
 _SHORT_BYTES = 1 << 16
 
 
-class _CompletionFailedError(Exception):
-    """The model failed to continue a completion."""
+class _GenerationFailedError(Exception):
+    """The model failed to continue a prompt."""
 
 
 def make_app(
@@ -93,10 +93,10 @@ def make_app(
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
         exception_handlers={
-            RequestError: _refused,
-            HTTPException: _not_found,
-            ClientDisconnect: _left,
-            Exception: _broken,
+            RequestError: _refusal_answer,
+            HTTPException: _not_found_answer,
+            ClientDisconnect: _disconnected_answer,
+            Exception: _failed_answer,
         },
     )
 
@@ -108,22 +108,24 @@ def _model(served: Served) -> dict[str, Any]:
 def _check_key(request: Request, api_key: str | None) -> None:
     if api_key is None:
         return
-    given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # the bytes as received
+    received = (
+        request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+    )  # the bytes as received
     known = os.fsencode(api_key), api_key.encode("latin-1", "backslashreplace")  # clients use either encoding
-    if not any(hmac.compare_digest(given, each) for each in known):
+    if not any(hmac.compare_digest(received, each) for each in known):
         raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
 
 
 async def _read(
-    request: Request, read: Callable[[Any, Served], Asked], served: Served, readers: asyncio.Semaphore
-) -> Asked:
+    request: Request, read: Callable[[Any, Served], ParsedRequest], served: Served, readers: asyncio.Semaphore
+) -> ParsedRequest:
     """Parse a request.
 
     Tokenizing a long text takes seconds, so it runs in a thread, and other answers continue to stream.
     """
     body = await _body(request)
     async with readers if len(body) > _SHORT_BYTES else contextlib.nullcontext():
-        return await run_in_threadpool(lambda: read(_parsed(body), served))
+        return await run_in_threadpool(lambda: read(_parse_json(body), served))
 
 
 async def _body(request: Request) -> bytes:
@@ -138,7 +140,7 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _parsed(body: bytes) -> Any:
+def _parse_json(body: bytes) -> Any:
     try:
         value = json.loads(body)
         json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates, which no tokenizer accepts
@@ -147,37 +149,37 @@ def _parsed(body: bytes) -> Any:
     return value
 
 
-def _refused(_request: Request, error: Exception) -> Response:
+def _refusal_answer(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     return JSONResponse(error.body, error.status, headers)
 
 
-def _not_found(request: Request, error: Exception) -> Response:
+def _not_found_answer(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = RequestError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
-    return JSONResponse(told.body, told.status, error.headers)
+    error_answer = RequestError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    return JSONResponse(error_answer.body, error_answer.status, error.headers)
 
 
-def _left(_request: Request, _error: Exception) -> Response:
+def _disconnected_answer(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)  # the client has disconnected
 
 
-def _broken(_request: Request, _error: Exception) -> Response:
-    told = RequestError("the server failed; its log says why", status=500, kind="server_error")
-    return JSONResponse(told.body, told.status)
+def _failed_answer(_request: Request, _error: Exception) -> Response:
+    error_answer = RequestError("the server failed; its log says why", status=500, kind="server_error")
+    return JSONResponse(error_answer.body, error_answer.status)
 
 
 # -- one request
 
 
-async def _answer(request: Request, asked: Asked, served: Served, queue: Queue) -> Response:
-    under_way = _UnderWay(asked, served)
+async def _answer(request: Request, parsed: ParsedRequest, served: Served, queue: Queue) -> Response:
+    running = _RunningRequest(parsed, served)
     try:
-        queue.add(under_way.completions)
+        queue.add(running.requests)
     except QueueFullError:
         raise RequestError(
-            f"{len(queue)} prompts wait already, of at most {queue.most}",
+            f"{len(queue)} prompts wait already, of at most {queue.max_waiting}",
             status=429,
             kind="rate_limit_error",
             code="queue_full",
@@ -187,21 +189,21 @@ async def _answer(request: Request, asked: Asked, served: Served, queue: Queue) 
         raise RequestError(
             "the server is about to end", status=503, kind="server_error", retry_after_s=_RETRY_AFTER_S
         ) from None
-    if asked.is_stream:
+    if parsed.is_stream:
         headers = {"Cache-Control": "no-cache"}
-        return StreamingResponse(under_way.lines(), media_type="text/event-stream", headers=headers)
-    whole = asyncio.ensure_future(under_way.whole())
-    left = asyncio.ensure_future(_disconnected(request))
+        return StreamingResponse(running.lines(), media_type="text/event-stream", headers=headers)
+    whole = asyncio.ensure_future(running.whole())
+    disconnected = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({whole, left}, return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(whole.result()) if whole.done() else _left(request, ClientDisconnect())
-    except _CompletionFailedError as error:
+        await asyncio.wait({whole, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        return JSONResponse(whole.result()) if whole.done() else _disconnected_answer(request, ClientDisconnect())
+    except _GenerationFailedError as error:
         raise RequestError(str(error), status=500, kind="server_error") from None
     finally:
-        under_way.cancel()
-        for task in (whole, left):
+        running.cancel()
+        for task in (whole, disconnected):
             task.cancel()
-        await asyncio.gather(whole, left, return_exceptions=True)
+        await asyncio.gather(whole, disconnected, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:
@@ -209,41 +211,41 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class _UnderWay:
-    """A request with its running completions."""
+class _RunningRequest:
+    """A client's request, with a request to the model for each answer."""
 
-    def __init__(self, asked: Asked, served: Served) -> None:
-        self._asked, self._form = asked, Answer(asked, served)
+    def __init__(self, parsed: ParsedRequest, served: Served) -> None:
+        self._parsed, self._form = parsed, Answer(parsed, served)
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        prompts = [prompt for prompt in asked.prompts for _ in range(asked.num_answers)]
-        self._echoes = [text for text in asked.echoes or [""] * len(asked.prompts) for _ in range(asked.num_answers)]
+        prompts = [prompt for prompt in parsed.prompts for _ in range(parsed.num_answers)]
+        self._echoes = [text for text in parsed.echoes or [""] * len(parsed.prompts) for _ in range(parsed.num_answers)]
         self._tokenizer = served.tokenizer
-        self._texts = [Text(served.tokenizer, prompt, asked.stops) for prompt in prompts]
+        self._texts = [Text(served.tokenizer, prompt, parsed.stops) for prompt in prompts]
         self._num_new = 0
-        self.completions = [
-            Completion(
+        self.requests = [
+            GenerationRequest(
                 prompt,
-                max_new_tokens=asked.max_new_tokens,
-                sampling=asked.sampling,
-                seed=asked.seed,
+                max_new_tokens=parsed.max_new_tokens,
+                sampling=parsed.sampling,
+                seed=parsed.seed,
                 index=index,
-                ends=asked.ends,
-                scored_from=None if asked.num_top is None else 1 if asked.has_echo else len(prompt),
-                num_top=asked.num_top or 0,
+                ends=parsed.ends,
+                scored_from=None if parsed.num_top is None else 1 if parsed.has_echo else len(prompt),
+                num_top=parsed.num_top or 0,
                 on_event=self._listener(index),
             )
             for index, prompt in enumerate(prompts)
         ]
 
     def cancel(self) -> None:
-        """Cancel the completions of this request."""
-        for completion in self.completions:
-            completion.is_cancelled = True
+        """Cancel all answers to this request."""
+        for request in self.requests:
+            request.is_cancelled = True
 
     async def whole(self) -> dict[str, Any]:
         """Return the complete answer."""
-        found = [Choice(index) for index in range(len(self.completions))]
+        found = [Choice(index) for index in range(len(self.requests))]
         async for piece in self._pieces():
             found[piece.index].text += piece.text
             found[piece.index].finish = piece.finish or found[piece.index].finish
@@ -256,10 +258,10 @@ class _UnderWay:
             async for piece in self._pieces():
                 if piece.text or piece.finish or piece.is_first:
                     yield _line(self._form.piece(piece))
-            if self._asked.has_usage:
+            if self._parsed.has_usage:
                 yield _line(self._form.last_piece(self._num_new))
             yield "data: [DONE]\n\n"
-        except _CompletionFailedError as error:
+        except _GenerationFailedError as error:
             yield _line(RequestError(str(error), status=500, kind="server_error").body)
         finally:
             self.cancel()
@@ -267,16 +269,16 @@ class _UnderWay:
     async def _pieces(self) -> AsyncIterator[Choice]:
         """Yield pieces of all answers as they are generated."""
         begun: set[int] = set()
-        left = set(range(len(self.completions)))
+        left = set(range(len(self.requests)))
         while left:
             index, event = await self._events.get()
             if event.finish == "error":
-                raise _CompletionFailedError(event.error)
+                raise _GenerationFailedError(event.error)
             if index not in left:  # already ended by a stop string
                 continue
             piece = self._piece(index, event)
             if index not in begun:
-                piece.is_first, piece.text = self._asked.is_chat, self._echoes[index] + piece.text
+                piece.is_first, piece.text = self._parsed.is_chat, self._echoes[index] + piece.text
             begun.add(index)
             if piece.finish is not None:
                 left.discard(index)
@@ -290,12 +292,12 @@ class _UnderWay:
             said += text.end()
         finish = event.finish
         if text.is_stopped:
-            self.completions[index].is_cancelled = True
+            self.requests[index].is_cancelled = True
             finish = "stop"
         choice = Choice(index, said, finish)
         if event.score is not None:
-            row = self.completions[index].scored_row()
-            num_top, has_echo = self._asked.num_top or 0, self._asked.has_echo
+            row = self.requests[index].scored_row()
+            num_top, has_echo = self._parsed.num_top or 0, self._parsed.has_echo
             choice.logprobs = shown_score(row, event.score, self._tokenizer, num_top, has_echo=has_echo)
         return choice
 

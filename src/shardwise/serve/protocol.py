@@ -92,7 +92,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """The parsed fields of a request."""
 
     is_chat: bool  # whether the answer is a chat message
@@ -177,43 +177,43 @@ class _Chat(_Common):
     max_completion_tokens: int | None = Field(None, ge=1)
 
 
-def read_completion(body: Any, served: Served) -> Asked:
+def read_completion(body: Any, served: Served) -> ParsedRequest:
     """Parse a request for completions."""
-    asked = _checked(_Completion, body, served)
-    prompts = _prompts(asked.prompt)
-    _check_count(len(prompts), asked, served)
+    fields = _checked(_Completion, body, served)
+    prompts = _prompts(fields.prompt)
+    _check_count(len(prompts), fields, served)
     for number, each in enumerate(prompts):
         if isinstance(each, str):
             _check_begin(each, f"prompt {number}", "prompt", served)
     rows = [served.tokenizer.encode(each) if isinstance(each, str) else each for each in prompts]
-    most = _COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
-    if most == 0 and not (asked.echo and asked.logprobs is not None):
+    most = _COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
+    if most == 0 and not (fields.echo and fields.logprobs is not None):
         raise RequestError("max_tokens=0 asks for no text: set echo and logprobs too, or 1 or more", param="max_tokens")
     for field in ("stream", "stop"):
-        if asked.logprobs is not None and getattr(asked, field):
+        if fields.logprobs is not None and getattr(fields, field):
             raise RequestError(f"logprobs come with an answer as a whole: leave {field} out", param=field)
-    checked = _asked(asked, rows, most, served, is_chat=False)
-    if asked.echo:
+    parsed = _parsed_request(fields, rows, most, served, is_chat=False)
+    if fields.echo:
         texts = [each if isinstance(each, str) else served.tokenizer.decode(each) for each in prompts]
-        checked = replace(checked, echoes=texts)
-    return replace(checked, num_top=asked.logprobs)
+        parsed = replace(parsed, echoes=texts)
+    return replace(parsed, num_top=fields.logprobs)
 
 
-def read_chat(body: Any, served: Served) -> Asked:
+def read_chat(body: Any, served: Served) -> ParsedRequest:
     """Parse a request for the next message of a conversation.
 
     Raises:
         RequestError: The request is not supported.
     """
-    asked = _checked(_Chat, body, served)
-    _check_count(1, asked, served)
-    texts = [part.text for message in asked.messages for part in message.content]
+    fields = _checked(_Chat, body, served)
+    _check_count(1, fields, served)
+    texts = [part.text for message in fields.messages for part in message.content]
     _check_begin("\n".join(texts), "the conversation", "messages", served)
-    row = _conversation(asked.messages, served)
-    most = asked.max_completion_tokens or asked.max_tokens
+    row = _conversation(fields.messages, served)
+    most = fields.max_completion_tokens or fields.max_tokens
     if most is None:
         most = _CHAT_TOKENS if served.positions is None else max(1, served.positions - len(row) + 1)
-    return _asked(asked, [row], most, served, is_chat=True)
+    return _parsed_request(fields, [row], most, served, is_chat=True)
 
 
 def _check_begin(text: str, what: str, param: str, served: Served) -> None:
@@ -232,17 +232,17 @@ def _check_begin(text: str, what: str, param: str, served: Served) -> None:
             )
 
 
-def _prompts(given: Any) -> list[Any]:
+def _prompts(prompt: Any) -> list[Any]:
     """Return the prompts of a request: texts, or lists of token ids."""
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, list):
-        if given and _are_ids(given):
-            return [given]
-        if all(isinstance(each, str) for each in given) or all(
-            isinstance(each, list) and _are_ids(each) for each in given
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list):
+        if prompt and _are_ids(prompt):
+            return [prompt]
+        if all(isinstance(each, str) for each in prompt) or all(
+            isinstance(each, list) and _are_ids(each) for each in prompt
         ):
-            return given
+            return prompt
     raise RequestError(
         "prompt: expected a text, a list of token ids, a list of texts, or a list of lists of token ids", param="prompt"
     )
@@ -252,12 +252,12 @@ def _are_ids(values: Sequence[Any]) -> bool:
     return all(type(each) is int for each in values)
 
 
-def _check_count(num_prompts: int, asked: _Common, served: Served) -> None:
+def _check_count(num_prompts: int, fields: _Common, served: Served) -> None:
     """Refuse more answers than fit into the queue, before any text is tokenized."""
-    count = num_prompts * asked.n
+    count = num_prompts * fields.n
     if count > served.max_answers:
         raise RequestError(
-            f"{count} answers are asked for (prompts: {num_prompts}, n={asked.n}), and a request gets at most"
+            f"{count} answers are asked for (prompts: {num_prompts}, n={fields.n}), and a request gets at most"
             f" {served.max_answers}",
             param="n" if num_prompts == 1 else "prompt",
         )
@@ -274,21 +274,21 @@ def _checked(kind: type[Any], body: Any, served: Served) -> Any:
         ):
             raise RequestError(f"{field} is not supported by this server: leave it out", param=field)
     try:
-        asked = kind.model_validate(body)
+        fields = kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             raise RequestError(f"{printable(place)}: there is no such field", param=place) from None
         raise RequestError(f"{printable(place)}: {first['msg']}", param=place or None) from None
-    if asked.model != served.name:
+    if fields.model != served.name:
         raise RequestError(
-            f"there is no model {printable(asked.model)} here: this server has {served.name}",
+            f"there is no model {printable(fields.model)} here: this server has {served.name}",
             status=404,
             param="model",
             code="model_not_found",
         )
-    return asked
+    return fields
 
 
 def _conversation(messages: Sequence[_Message], served: Served) -> list[int]:
@@ -303,7 +303,7 @@ def _conversation(messages: Sequence[_Message], served: Served) -> list[int]:
             " start the server with --chat-template FILE",
             param="messages",
         )
-    given = [
+    conversation = [
         {
             "role": message.role,
             "content": "".join(part.text for part in message.content),
@@ -312,19 +312,21 @@ def _conversation(messages: Sequence[_Message], served: Served) -> list[int]:
         for message in messages
     ]
     try:
-        return served.tokenizer.encode_chat(given, served.chat_template)
+        return served.tokenizer.encode_chat(conversation, served.chat_template)
     except Exception as error:  # noqa: BLE001 - templates may raise anything, for example for wrong roles
         raise RequestError(
             f"the chat template refuses the messages: {printable(str(error))}", param="messages"
         ) from None
 
 
-def _asked(asked: _Common, rows: list[list[int]], most: int, served: Served, *, is_chat: bool) -> Asked:
-    if len(asked.stop) > _MOST_STOPS or not all(asked.stop):
+def _parsed_request(
+    fields: _Common, rows: list[list[int]], most: int, served: Served, *, is_chat: bool
+) -> ParsedRequest:
+    if len(fields.stop) > _MOST_STOPS or not all(fields.stop):
         raise RequestError(f"stop: expected at most {_MOST_STOPS} strings, none of them empty", param="stop")
-    top_k = None if asked.top_k in {-1, 0} else asked.top_k  # vLLM's clients use these values for all tokens
-    temperature = 1.0 if asked.temperature is None else asked.temperature
-    top_p = None if asked.top_p == 1 or temperature == 0 else asked.top_p
+    top_k = None if fields.top_k in {-1, 0} else fields.top_k  # vLLM's clients use these values for all tokens
+    temperature = 1.0 if fields.temperature is None else fields.temperature
+    top_p = None if fields.top_p == 1 or temperature == 0 else fields.top_p
     try:
         sampling = Sampling(temperature, None if temperature == 0 else top_k, top_p)
         check_fit(rows, max(1, most), vocab_size=served.vocab_size, positions=served.positions)
@@ -338,17 +340,17 @@ def _asked(asked: _Common, rows: list[list[int]], most: int, served: Served, *, 
             param=param,
             code="context_length_exceeded" if is_long else None,
         ) from None
-    return Asked(
+    return ParsedRequest(
         is_chat,
         rows,
-        asked.n,
+        fields.n,
         most,
         sampling,
-        secrets.randbits(62) if asked.seed is None else asked.seed,
-        () if asked.ignore_eos else served.tokenizer.ends,
-        asked.stop,
-        bool(asked.stream),
-        bool(asked.stream_options and asked.stream_options.include_usage),
+        secrets.randbits(62) if fields.seed is None else fields.seed,
+        () if fields.ignore_eos else served.tokenizer.ends,
+        fields.stop,
+        bool(fields.stream),
+        bool(fields.stream_options and fields.stream_options.include_usage),
     )
 
 
@@ -397,14 +399,14 @@ def shown_score(row: Row, score: Score, tokenizer: Tokenizer, num_top: int, *, h
 class Answer:
     """Formats everything that is sent for one request."""
 
-    def __init__(self, asked: Asked, served: Served) -> None:
-        self._asked = asked
-        prefix = "chatcmpl" if asked.is_chat else "cmpl"
+    def __init__(self, parsed: ParsedRequest, served: Served) -> None:
+        self._parsed = parsed
+        prefix = "chatcmpl" if parsed.is_chat else "cmpl"
         self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": served.name}
 
     def whole(self, choices: Sequence[Choice], num_new: int) -> dict[str, Any]:
         """Return the complete answer."""
-        kind = "chat.completion" if self._asked.is_chat else "text_completion"
+        kind = "chat.completion" if self._parsed.is_chat else "text_completion"
         shown = [self._choice(each, "message") for each in choices]
         return {**self._head, "object": kind, "choices": shown, "usage": self._usage(num_new)}
 
@@ -417,13 +419,13 @@ class Answer:
         return self._piece([], self._usage(num_new))
 
     def _piece(self, choices: list[dict[str, Any]], usage: Mapping[str, int] | None) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._asked.is_chat else "text_completion"
-        counted = {"usage": usage} if self._asked.has_usage else {}
+        kind = "chat.completion.chunk" if self._parsed.is_chat else "text_completion"
+        counted = {"usage": usage} if self._parsed.has_usage else {}
         return {**self._head, "object": kind, "choices": choices, **counted}
 
     def _choice(self, choice: Choice, message: str) -> dict[str, Any]:
         tail = {"logprobs": choice.logprobs, "finish_reason": choice.finish}
-        if not self._asked.is_chat:
+        if not self._parsed.is_chat:
             return {"index": choice.index, "text": choice.text, **tail}
         is_whole = message == "message"
         said: dict[str, Any] = {"role": "assistant"} if is_whole or choice.is_first else {}
@@ -432,5 +434,5 @@ class Answer:
         return {"index": choice.index, message: said, **tail}
 
     def _usage(self, num_new: int) -> dict[str, int]:
-        num_given = sum(map(len, self._asked.prompts))
+        num_given = sum(map(len, self._parsed.prompts))
         return {"prompt_tokens": num_given, "completion_tokens": num_new, "total_tokens": num_given + num_new}

@@ -15,11 +15,11 @@ import uvicorn
 from torch import nn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from shardwise.generation.conveyor import Conveyor
+from shardwise.generation.continuous import ContinuousBatcher
 from shardwise.launch.stop_request import StopRequest
 from shardwise.serve.app import make_app
-from shardwise.serve.completion import Queue
 from shardwise.serve.protocol import Served
+from shardwise.serve.queue import Queue
 from shardwise.serve.scheduler import Scheduler
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.train.data.tokenizer import Tokenizer
@@ -43,14 +43,14 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        held = socket.socket(family, kind, protocol)
+        sock = socket.socket(family, kind, protocol)
         try:
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind(address)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
         except OSError:
-            held.close()
+            sock.close()
             raise
-    return held
+    return sock
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def is_loopback(host: str) -> bool:
 def serve(
     model: nn.Module,
     tokenizer: Tokenizer,
-    held: socket.socket,
+    sock: socket.socket,
     stop: StopRequest,
     *,
     name: str,
@@ -85,15 +85,15 @@ def serve(
     api_key: str | None = None,
     say: Callable[[str], None] = lambda _text: None,
 ) -> None:
-    """Answer requests until ``stop`` is requested, on the first rank. Other ranks call :meth:`Conveyor.run`.
+    """Answer requests until ``stop`` is requested, on the first rank. Other ranks call :meth:`ContinuousBatcher.run`.
 
     After ``stop`` no more requests are accepted, and running ones have ``grace_s`` to finish. ``say`` is called with
     the address when the server is ready.
 
     Collective:
-        Those of :meth:`Conveyor.run`.
+        Those of :meth:`ContinuousBatcher.run`.
     """
-    conveyor = Conveyor(model)
+    batcher = ContinuousBatcher(model)
     queue = Queue(max_waiting)
 
     def time_left_s() -> float | None:
@@ -101,23 +101,23 @@ def serve(
             raise ShardwiseError("the thread that answers HTTP has ended; its log says why.\n  Start the server again.")
         return grace_s - (time.monotonic() - stop.came_at_s) if stop.signal_number else None
 
-    scheduler = Scheduler(queue, conveyor.num_lanes, max_rows, time_left_s)
+    scheduler = Scheduler(queue, batcher.num_batches, max_rows, time_left_s)
     served = Served(
         name,
         tokenizer,
-        conveyor.vocab_size,
-        max_length or conveyor.positions,
+        batcher.vocab_size,
+        max_length or batcher.positions,
         chat_template,
         created=int(time.time()),
         max_answers=max_waiting,
     )
     hosts = [*_LOOPBACK, "[::1]", host] if is_loopback(host) else ["*"]
     app = make_app(served, queue, lambda: scheduler.num_running, hosts=hosts, api_key=api_key)
-    with _listening(app, held, max_rows + max_waiting + _SPARE_CONNECTIONS) as thread:
-        shown, port = held.getsockname()[:2]
+    with _listening(app, sock, max_rows + max_waiting + _SPARE_CONNECTIONS) as thread:
+        shown, port = sock.getsockname()[:2]
         say(f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1")
         try:
-            conveyor.run(scheduler, scheduler.report)
+            batcher.run(scheduler, scheduler.report)
         except BaseException:
             scheduler.fail("the server ends: a process of the model has failed")
             raise
@@ -151,7 +151,7 @@ class _Protocol(H11Protocol):
 
 
 @contextlib.contextmanager
-def _listening(app: Any, held: socket.socket, most_connections: int) -> Iterator[threading.Thread]:
+def _listening(app: Any, sock: socket.socket, most_connections: int) -> Iterator[threading.Thread]:
     """Answer HTTP in a thread; at the end of the block, complete the running answers.
 
     Requests on more than ``most_connections`` get status 503. Connections beyond twice that number are closed.
@@ -168,10 +168,10 @@ def _listening(app: Any, held: socket.socket, most_connections: int) -> Iterator
         server_header=False,
         timeout_graceful_shutdown=_CLOSING_S,
     )
-    with _refusals("{}:{}".format(*held.getsockname()[:2])):
-        held.listen()  # another program may be listening by now
+    with _refusals("{}:{}".format(*sock.getsockname()[:2])):
+        sock.listen()  # another program may be listening by now
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=_run, args=(server, [held]), name="shardwise-http", daemon=True)
+    thread = threading.Thread(target=_run, args=(server, [sock]), name="shardwise-http", daemon=True)
     thread.start()
     try:
         while thread.is_alive() and not server.started:

@@ -24,10 +24,13 @@ class Text:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
         self.is_stopped = False  # whether a stop string was found
         self._tokenizer, self._stops = tokenizer, stops
-        self._held = max((len(stop) for stop in stops), default=1) - 1  # held back: a stop string may begin there
+        self._num_held_back = max((len(stop) for stop in stops), default=1) - 1  # a stop string may begin there
         self._ids = list(prompt[-_CONTEXT:])
-        self._first, self._shown = 0, len(self._ids)  # start of the decoded tokens, and end of those already shown
-        self._text, self._given = "", 0
+        self._first, self._num_decoded = (
+            0,
+            len(self._ids),
+        )  # start of the decoded tokens, and end of those already decoded
+        self._text, self._num_returned = "", 0
 
     def add(self, token: int) -> str:
         """Add a token, and return the text that is now certain."""
@@ -41,16 +44,16 @@ class Text:
     def _take(self, *, is_last: bool) -> str:
         if self.is_stopped:
             return ""
-        before = self._tokenizer.decode(self._ids[self._first : self._shown])
+        before = self._tokenizer.decode(self._ids[self._first : self._num_decoded])
         whole = self._tokenizer.decode(self._ids[self._first :])
         is_certain = len(whole) > len(before) and not whole.endswith(_INCOMPLETE)
-        if is_last or is_certain or len(self._ids) - self._shown > _MOST_INCOMPLETE:
+        if is_last or is_certain or len(self._ids) - self._num_decoded > _MOST_INCOMPLETE:
             self._text += whole[len(before) :]
-            self._first, self._shown = self._shown, len(self._ids)
-        begin = max(0, self._given - self._held)
+            self._first, self._num_decoded = self._num_decoded, len(self._ids)
+        begin = max(0, self._num_returned - self._num_held_back)
         places = [at for stop in self._stops if (at := self._text.find(stop, begin)) >= 0]
-        end = len(self._text) if is_last else max(self._given, len(self._text) - self._held)
+        end = len(self._text) if is_last else max(self._num_returned, len(self._text) - self._num_held_back)
         if places:
             self.is_stopped, end = True, min(places)
-        piece, self._given = self._text[self._given : end], end
+        piece, self._num_returned = self._text[self._num_returned : end], end
         return piece

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.generation.conveyor import Conveyor
+from shardwise.generation.continuous import ContinuousBatcher
 from shardwise.launch.world import World
-from shardwise.serve.completion import Completion, Event, Queue, QueueClosedError, QueueFullError
 from shardwise.serve.protocol import RequestError, Served, read_completion
+from shardwise.serve.queue import Event, GenerationRequest, Queue, QueueClosedError, QueueFullError
 from shardwise.serve.scheduler import Scheduler
 from shardwise.serve.text import Text
 from shardwise.spec.errors import ShardwiseError
@@ -36,13 +36,13 @@ class TritonPythonModel:
         """
         _take_device(args)
         config = json.loads(args["model_config"])
-        given = {key: value["string_value"] for key, value in config["parameters"].items()}
-        folder = Path(args["model_repository"]) / args["model_version"] / given["model"]
+        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
+        folder = Path(args["model_repository"]) / args["model_version"] / parameters["model"]
         self._trained = find_model(folder)
         self._tokenizer = self._trained.tokenizer()
         self._name = args["model_name"]
-        self._queue = Queue(int(given["max_waiting"]))
-        self._max_rows = int(given["max_rows"])
+        self._queue = Queue(int(parameters["max_waiting"]))
+        self._max_rows = int(parameters["max_rows"])
         self._served: Served | None = None
         self._error: BaseException | None = None
         self._is_ready = threading.Event()
@@ -61,7 +61,7 @@ class TritonPythonModel:
             except (RequestError, ShardwiseError) as error:
                 answer.refuse(str(error))
             except QueueFullError:
-                answer.refuse(f"{len(self._queue)} prompts wait already, of at most {self._queue.most}")
+                answer.refuse(f"{len(self._queue)} prompts wait already, of at most {self._queue.max_waiting}")
             except QueueClosedError:
                 answer.refuse("the model is about to end")
 
@@ -77,11 +77,11 @@ class TritonPythonModel:
             resolved = self._trained.resolve([], world.size)
             self._trained.check_continues(resolved)
             with self._trained.opened(resolved, world, is_averaged=False) as model:
-                conveyor = Conveyor(model)
-                self._served = Served(self._name, self._tokenizer, conveyor.vocab_size, conveyor.positions)
-                scheduler = Scheduler(self._queue, conveyor.num_lanes, self._max_rows)
+                batcher = ContinuousBatcher(model)
+                self._served = Served(self._name, self._tokenizer, batcher.vocab_size, batcher.positions)
+                scheduler = Scheduler(self._queue, batcher.num_batches, self._max_rows)
                 self._is_ready.set()
-                conveyor.run(scheduler)
+                batcher.run(scheduler)
         except BaseException as error:  # noqa: BLE001 - Triton must be notified of any error
             self._error = error
             if scheduler is not None:
@@ -108,7 +108,7 @@ class _Answer:
 
         self._utils, self._sender = triton_python_backend_utils, sender
         self._text: Text | None = None
-        self._completion: Completion | None = None
+        self._request: GenerationRequest | None = None
         self._is_stream = False
         self._said = ""
 
@@ -129,20 +129,20 @@ class _Answer:
             raise RequestError(f"sampling_parameters is not JSON: {error}") from None
         if not isinstance(parameters, dict):
             raise RequestError("sampling_parameters is not a JSON object")
-        asked = read_completion({**parameters, "model": served.name, "prompt": prompt}, served)
-        if asked.num_top is not None or asked.has_echo:
+        parsed = read_completion({**parameters, "model": served.name, "prompt": prompt}, served)
+        if parsed.num_top is not None or parsed.has_echo:
             raise RequestError("logprobs and echo are not supported in Triton: leave them out")
-        self._text = Text(served.tokenizer, asked.prompts[0], asked.stops)
+        self._text = Text(served.tokenizer, parsed.prompts[0], parsed.stops)
         self._said = "" if excludes else prompt
-        self._completion = Completion(
-            asked.prompts[0],
-            max_new_tokens=asked.max_new_tokens,
-            sampling=asked.sampling,
-            seed=asked.seed,
-            ends=asked.ends,
+        self._request = GenerationRequest(
+            parsed.prompts[0],
+            max_new_tokens=parsed.max_new_tokens,
+            sampling=parsed.sampling,
+            seed=parsed.seed,
+            ends=parsed.ends,
             on_event=self._send_event,
         )
-        queue.add([self._completion])
+        queue.add([self._request])
 
     def refuse(self, why: str) -> None:
         """End the answer with an error."""
@@ -152,12 +152,12 @@ class _Answer:
     def _send_event(self, event: Event) -> None:
         """Send the text that is certain after an event of the completion, in the model's thread."""
         assert self._text is not None
-        assert self._completion is not None
+        assert self._request is not None
         if event.finish == "error":
             self.refuse(event.error)
             return
         if self._sender.is_cancelled():
-            self._completion.is_cancelled = True
+            self._request.is_cancelled = True
             self._send(None, is_last=True)
             return
         if event.token is not None and event.finish != "stop":
@@ -166,7 +166,7 @@ class _Answer:
             self._said += self._text.end()
         is_last = event.finish is not None or self._text.is_stopped
         if self._text.is_stopped:
-            self._completion.is_cancelled = True
+            self._request.is_cancelled = True
         if is_last or (self._is_stream and self._said):
             text = np.array([self._said.encode()], dtype=np.object_)
             self._said = ""

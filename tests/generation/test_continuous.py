@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.generation.conveyor import Conveyor
-from shardwise.generation.lane import Entry, Order, few_lengths
+from shardwise.generation.continuous import ContinuousBatcher
 from shardwise.generation.runner import Stages
+from shardwise.generation.running_batch import Decision, Entry, round_up_length
 from shardwise.generation.sample import Sampling
 from shardwise.generation.score import Row
 from shardwise.spec.errors import StateError
@@ -98,30 +98,30 @@ class Decider:
         self.most_together = 0
         self._begun, self._live = set(), set()
 
-    def __call__(self, lane, tokens):
+    def __call__(self, batch, tokens):
         for number, token in tokens.items():
             self.said[number].append(token)
         self.most_together = max(self.most_together, len(tokens))
-        gone = {n for n in tokens if len(self.said[n]) == COUNTS[n]} | {LEAVES} & {
+        removed = {n for n in tokens if len(self.said[n]) == COUNTS[n]} | {LEAVES} & {
             n for n in tokens if len(self.said[n]) == AFTER
         }
-        self._live -= gone
+        self._live -= removed
         new = [n for n, turn in enumerate(COMES) if turn <= self.turn and n not in self._begun][:2]
         self._begun.update(new)
         self._live.update(new)
         scored = [(Row(PROMPTS[n], start), num_top) for n, start, num_top in SCORED.get(self.turn, ())]
         self.turn += 1
         is_over = len(self._begun) == len(PROMPTS) and not self._live
-        return Order(sorted(gone), [entry(number) for number in new], is_last=is_over, scored=scored)
+        return Decision(sorted(removed), [entry(number) for number in new], is_last=is_over, to_score=scored)
 
 
 def converse(model):
     decider = Decider()
-    conveyor = Conveyor(model)
-    conveyor.run(decider, decider.scores.extend)
+    batcher = ContinuousBatcher(model)
+    batcher.run(decider, decider.scores.extend)
     same_scores(decider.scores, scores_alone(model))
-    assert conveyor.vocab_size == VOCAB
-    assert conveyor.positions == SEQ
+    assert batcher.vocab_size == VOCAB
+    assert batcher.positions == SEQ
     return [decider.said[number] for number in range(len(PROMPTS))], decider.most_together
 
 
@@ -161,12 +161,12 @@ def test_rows_of_further_models_say_what_they_say_alone(name):
     torch.manual_seed(3)
     model = getattr(transformers, f"{name}ForCausalLM")(config(**usual | FURTHER[name])).eval()
     decider = Decider()
-    Conveyor(model).run(decider)
+    ContinuousBatcher(model).run(decider)
     assert [decider.said[number] for number in range(len(PROMPTS))] == alone(model)
 
 
 def test_a_cache_grows_when_its_room_is_used_up(monkeypatch):
-    monkeypatch.setattr("shardwise.generation.lane.ROOM", 2)
+    monkeypatch.setattr("shardwise.generation.running_batch.ROOM", 2)
     for family in ("gpt", "llama", "mistral"):
         model = build(family)
         assert converse(model)[0] == alone(model)
@@ -180,13 +180,13 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_refused_before_any_row_
         num_key_value_heads=2, layer_types=["conv", "full_attention"],
     )  # fmt: skip
     assert "cannot join others on their way: its cache has a LinearAttentionLayer" in refusal(
-        StateError, Conveyor, Lfm2ForCausalLM(config)
+        StateError, ContinuousBatcher, Lfm2ForCausalLM(config)
     )
 
 
 def test_prompts_are_padded_to_few_lengths():
-    assert [few_lengths(length) for length in (1, 32, 33, 256, 257, 513, 1000)] == [32, 32, 64, 256, 320, 640, 1024]
-    assert len({few_lengths(length) for length in range(1, 1 << 14)}) == 32
+    assert [round_up_length(length) for length in (1, 32, 33, 256, 257, 513, 1000)] == [32, 32, 64, 256, 320, 640, 1024]
+    assert len({round_up_length(length) for length in range(1, 1 << 14)}) == 32
 
 
 def over_ranks(expected, plans):
@@ -196,7 +196,7 @@ def over_ranks(expected, plans):
         model = sw.parallelize(build(family, layers).train(), plan)
         decider = Decider()
         is_first = torch.distributed.get_rank() == 0
-        Conveyor(model).run(decider if is_first else None, decider.scores.extend if is_first else None)
+        ContinuousBatcher(model).run(decider if is_first else None, decider.scores.extend if is_first else None)
         if is_first:
             rows, scores = expected[family, layers]
             assert [decider.said[number] for number in range(len(PROMPTS))] == rows, (family, plan)
@@ -206,7 +206,9 @@ def over_ranks(expected, plans):
         assert all(module.training for module in model.modules())
     assert traced == {1, 32}  # over a pipeline, for prompts of five lengths
     whole = sw.parallelize(build(), sw.ParallelPlan())
-    assert "hold 2 copies of the model, and a conveyor feeds one" in refusal(StateError, Conveyor, whole)
+    assert "hold 2 copies of the model, and continuous batching feeds one" in refusal(
+        StateError, ContinuousBatcher, whole
+    )
 
 
 def margin(model, prompt, tokens):
@@ -248,6 +250,6 @@ def test_four_ranks_of_both_axes_say_what_one_process_says():
 def over_four(expected, plans):
     for family, layers, plan in plans:
         decider = Decider()
-        Conveyor(sw.parallelize(build(family, layers), plan)).run(decider)
+        ContinuousBatcher(sw.parallelize(build(family, layers), plan)).run(decider)
         if torch.distributed.get_rank() == 0:
             assert [decider.said[number] for number in range(len(PROMPTS))] == expected[family, layers], plan

@@ -1,4 +1,4 @@
-"""Completions, and the bounded queue in which they wait for the model. Both are thread-safe."""
+"""Requests to continue one prompt, and the bounded queue in which they wait for the model. Both are thread-safe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from shardwise.generation.lane import Entry
+from shardwise.generation.running_batch import Entry
 from shardwise.generation.sample import Sampling
 from shardwise.generation.score import Row, Score
 
@@ -16,20 +16,20 @@ _numbers = itertools.count()
 
 
 class Event(NamedTuple):
-    """An event of a completion."""
+    """An event of a request."""
 
     token: int | None = None  # a new token
-    finish: str | None = None  # why the completion ended: ``stop`` (``token`` ends a text), ``length``, or ``error``
+    finish: str | None = None  # why the answer ended: ``stop`` (``token`` ends a text), ``length``, or ``error``
     error: str = ""  # the error's text
-    score: Score | None = None  # log-probabilities of the tokens, in the last event of a scored completion
+    score: Score | None = None  # log-probabilities of the tokens, in the last event of a scored request
 
 
-class Completion:
-    """The continuation of one prompt, from the queue to its last token.
+class GenerationRequest:
+    """A request to continue one prompt, from the queue to its last token.
 
-    ``index`` is its number within the request, which selects its random stream. ``scored_from`` is the first token, of
-    the prompt or new, whose log-probability is requested, if any. ``on_event`` is called with every event, in the
-    model's thread, and must return at once.
+    ``index`` is its number within the client's request, which selects its random stream. ``scored_from`` is the first
+    token, of the prompt or new, whose log-probability is requested, if any. ``on_event`` is called with every event, in
+    the model's thread, and must return at once.
 
     Attributes:
         is_scored: Whether log-probabilities are requested.
@@ -80,14 +80,14 @@ class Completion:
             self._on_event(self._last._replace(score=score))
 
     def fail(self, why: str) -> None:
-        """End the completion with an error."""
+        """End the request with an error."""
         if not self.is_cancelled:
             self._on_event(Event(finish="error", error=why))
         self.is_cancelled = True
 
 
 class QueueFullError(Exception):
-    """The completions do not fit the queue."""
+    """The requests do not fit the queue."""
 
 
 class QueueClosedError(Exception):
@@ -95,44 +95,44 @@ class QueueClosedError(Exception):
 
 
 class Queue:
-    """Completions that wait for the model."""
+    """Requests that wait for the model."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._waiting: deque[Completion] = deque()
+    def __init__(self, max_waiting: int) -> None:
+        self.max_waiting = max_waiting
+        self._waiting: deque[GenerationRequest] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
 
     def __len__(self) -> int:
-        """Return the number of waiting completions."""
+        """Return the number of waiting requests."""
         return len(self._waiting)
 
     @property
     def is_closed(self) -> bool:
-        """Whether no further completions are accepted."""
+        """Whether no further requests are accepted."""
         return self._is_closed
 
-    def add(self, completions: Sequence[Completion]) -> None:
-        """Add all of these completions to the queue, or none."""
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Add all of these requests to the queue, or none."""
         with self._changed:
             if self._is_closed:
                 raise QueueClosedError
             self._drop_cancelled()
-            if len(self._waiting) + len(completions) > self.most:
+            if len(self._waiting) + len(requests) > self.max_waiting:
                 raise QueueFullError
-            self._waiting.extend(completions)
+            self._waiting.extend(requests)
             self._changed.notify()
 
-    def take(self, most: int, max_tokens: float) -> list[Completion]:
-        """Remove and return the next completions, in the order of their arrival.
+    def take(self, max_requests: int, max_tokens: float) -> list[GenerationRequest]:
+        """Remove and return the next requests, in the order of their arrival.
 
         Their prompts, padded to the longest, have at most ``max_tokens`` in total. The first one is always taken.
         """
         with self._changed:
             self._drop_cancelled()
-            taken: list[Completion] = []
+            taken: list[GenerationRequest] = []
             longest = 0
-            while self._waiting and len(taken) < most:
+            while self._waiting and len(taken) < max_requests:
                 longest = max(longest, len(self._waiting[0].entry.prompt))
                 if taken and longest * (len(taken) + 1) > max_tokens:
                     break
@@ -140,16 +140,16 @@ class Queue:
             return taken
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a completion arrives or the queue is closed, at most ``timeout_s``."""
+        """Wait until a request arrives or the queue is closed, at most ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closed, timeout_s)
 
     def close(self) -> None:
-        """Accept no further completions."""
+        """Accept no further requests."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
 
     def _drop_cancelled(self) -> None:
-        if any(completion.is_cancelled for completion in self._waiting):
-            self._waiting = deque(completion for completion in self._waiting if not completion.is_cancelled)
+        if any(request.is_cancelled for request in self._waiting):
+            self._waiting = deque(request for request in self._waiting if not request.is_cancelled)
