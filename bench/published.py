@@ -114,21 +114,24 @@ def _row(row: Mapping[str, str]) -> PublishedRow | None:
     micro_batch = number("micro_batch") or 1
     if world % (degrees["tp"] * degrees["pp"] * degrees["cp"]) or number("global_batch") % (micro_batch * ranks):
         return None  # a step of unequal microbatches, or degrees that do not make the world
+    shape = ModelShape.decoder(
+        layers=number("layers"),
+        hidden=number("hidden"),
+        heads=number("heads"),
+        kv_heads=number("kv_heads") or None,
+        ffn=number("ffn"),
+        vocab=number("vocab"),
+        seq_len=number("seq_len"),
+        gated="mlp=gated" in row["notes"],
+        tied=_is_tied(row),
+    )
+    if software.startswith("megatron"):  # --make-vocab-size-divisible-by, by default 128 on each rank of tp
+        shape = shape.padded(128 * degrees["tp"])[1]
     return PublishedRow(
         source=source,
         url=row["url"],
         software=software,
-        shape=ModelShape.decoder(
-            layers=number("layers"),
-            hidden=number("hidden"),
-            heads=number("heads"),
-            kv_heads=number("kv_heads") or None,
-            ffn=number("ffn"),
-            vocab=number("vocab"),
-            seq_len=number("seq_len"),
-            gated="mlp=gated" in row["notes"],
-            tied=_is_tied(row),
-        ),
+        shape=shape,
         plan=_plan(row, degrees, number("global_batch") // (micro_batch * ranks)),
         cluster=Cluster(
             gpu=SAME_GPU.get(row["gpu"], row["gpu"]),
@@ -154,7 +157,7 @@ def _row(row: Mapping[str, str]) -> PublishedRow | None:
 
 def _is_tied(row: Mapping[str, str]) -> bool:
     """Megatron's GPT shares the embedding with the head; others where they say so."""
-    return "tied embeddings" in row["notes"] or row["source"].startswith(("BigScience", "Alpa"))
+    return "tied embeddings" in row["notes"] or row["source"].startswith(("BigScience", "vTrain", "Alpa"))
 
 
 def _plan(row: Mapping[str, str], degrees: Mapping[str, int], num_microbatches: int) -> ParallelPlan:

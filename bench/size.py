@@ -19,7 +19,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "shardwise"
 SHOWN = 8
-AIMS = {"all of src": "33,000 in 180", "tests": "28,000", "engine": "2,300 in 9"}
+AIMS = {"all of src": "66,000 in 340", "tests": "52,000", "engine": "2,350 in 7"}
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

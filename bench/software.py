@@ -44,8 +44,8 @@ SOFTWARE.update(
         replace(_PYTORCH_2023, name="pytorch-2022", attention={}, gradient_bytes=2),
         Software(
             name="megatron-2021",
-            products={"Ampere": 0.693},
-            elementwise=0.94,
+            products={"Ampere": 0.69},
+            elementwise=0.951,
             is_fused=True,
             p2p_blocks=True,
             scatters_messages=True,
