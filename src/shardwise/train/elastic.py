@@ -98,14 +98,14 @@ def keep_batch(raw: RawConfig, directory: Path | None, world: World) -> RawConfi
         return raw
     of_run = {name: getattr(train, name) for name in ("micro_batch_size", "global_batch_size")}
     section = raw.config.train.model_copy(update={**of_run, "gradient_accumulation_steps": None})
-    kept = replace(raw, config=raw.config.model_copy(update={"train": section}), mistakes=dict(raw.mistakes))
-    batch, problems = batch_in(kept, world.size, world.ranks_per_machine)
+    adapted = replace(raw, config=raw.config.model_copy(update={"train": section}), mistakes=dict(raw.mistakes))
+    batch, problems = batch_in(adapted, world.size, world.ranks_per_machine)
     if batch is None:
         raise ConfigError(
             f"the run in {printable(directory)} does not continue in a world of {world.size}"
-            f" rank{'s' if world.size > 1 else ''}: {'; '.join(problems)}.\n  {_advice(kept, world)}"
+            f" rank{'s' if world.size > 1 else ''}: {'; '.join(problems)}.\n  {_advice(adapted, world)}"
         )
-    return kept
+    return adapted
 
 
 def _advice(raw: RawConfig, world: World) -> str:

@@ -59,8 +59,8 @@ class Evaluation:
         """
         batch, count, metrics = self.resolved.batch, self.num_samples, self.resolved.spec.metrics
         objective, names = objective_of(self.resolved), sorted(metrics)
-        taken, stride = batch.micro * batch.data_parallel_size, self.part.num_samples // count
-        starts = range(self.reader * batch.micro, count, taken)
+        batch_size, stride = batch.micro * batch.data_parallel_size, self.part.num_samples // count
+        starts = range(self.reader * batch.micro, count, batch_size)
         samples = [[index * stride for index in range(start, start + batch.micro)] for start in starts]
         losses: list[Tensor] = []
         sums: dict[str, list[tuple[Any, Any]]] = {name: [] for name in ("", *names)}

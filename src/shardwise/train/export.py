@@ -86,8 +86,8 @@ def export_trained(
 class _InMemory:
     """Frozen weights of a loaded model, with the interface of ``WeightFiles``."""
 
-    def __init__(self, held: Mapping[str, Tensor]) -> None:
-        self._held = {name: tensor for name, tensor in held.items() if not tensor.requires_grad}
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._held = {name: tensor for name, tensor in tensors.items() if not tensor.requires_grad}
 
     def __contains__(self, name: str) -> bool:
         return name in self._held
@@ -104,21 +104,21 @@ def _units(
     """Return the model's names with their entries in the checkpoint or the base folder, grouped by block."""
     stored, found = checkpoint.tensors, []
     for name, parameter in model.named_parameters():
-        held = stored.get(f"average/{name}") if is_averaged else None
-        held = stored.get(name) if held is None else held  # frozen parameters have no average
-        if held is None and base is not None and name in base:
+        extent = stored.get(f"average/{name}") if is_averaged else None
+        extent = stored.get(name) if extent is None else extent  # frozen parameters have no average
+        if extent is None and base is not None and name in base:
             dtype = dtype_name(parameter.dtype)
-            held = Extent(name, tuple(parameter.shape), dtype, 0, parameter.numel())
-        found.append((name, held))
+            extent = Extent(name, tuple(parameter.shape), dtype, 0, parameter.numel())
+        found.append((name, extent))
     found += [(name, stored.get(f"{BUFFER}{name}")) for name in persistent_buffers(model)]
-    missing = [name for name, held in found if held is None]
+    missing = [name for name, extent in found if extent is None]
     if missing:
         raise CheckpointError(
             f"the checkpoint holds no {printable(missing[0])}"
             + (f" and {len(missing) - 1} more tensors of the run's model" if len(missing) > 1 else "")
             + ".\n  It is of another model, or its folder was changed since."
         )
-    pairs = [(name, held) for name, held in found if held is not None]
+    pairs = [(name, extent) for name, extent in found if extent is not None]
     return [list(unit) for _, unit in itertools.groupby(pairs, lambda pair: _block(pair[0]))]
 
 

@@ -87,7 +87,7 @@ def check_room(directory: Path, num_bytes: int) -> None:
 
 def choose(
     name: str,
-    given: Path | None,
+    run_dir: Path | None,
     *,
     is_resuming: bool = False,
     wanted: str | None = None,
@@ -97,23 +97,23 @@ def choose(
     """Choose the folder of a run; nothing is created.
 
     Args:
-        name: Name of the run, which is the folder's name in ``base`` if ``given`` is ``None``.
-        given: The folder given by ``--run-dir``.
+        name: Name of the run, which is the folder's name in ``base`` if ``run_dir`` is ``None``.
+        run_dir: The folder given by ``--run-dir``.
         is_resuming: Whether a run is continued; otherwise a new one starts.
         wanted: The checkpoint to continue from.
         base: The folder that contains the runs' folders.
         upload_to: The place that checkpoints are copied to. A run resumed from there needs no local folder.
     """
-    if given is not None:
-        is_lost = wanted in NEWEST and (given / LOGS).is_dir()  # from a launch that failed before the run started
-        if is_resuming and not (holds_run(given) or is_lost or is_stored(wanted, upload_to)):
-            raise CheckpointError(f"{printable(given)} holds no run to resume{_advice(wanted)}")
-        if not is_resuming and holds_run(given):
+    if run_dir is not None:
+        is_lost = wanted in NEWEST and (run_dir / LOGS).is_dir()  # from a launch that failed before the run started
+        if is_resuming and not (holds_run(run_dir) or is_lost or is_stored(wanted, upload_to)):
+            raise CheckpointError(f"{printable(run_dir)} holds no run to resume{_advice(wanted)}")
+        if not is_resuming and holds_run(run_dir):
             raise ConfigError(
-                f"{printable(given)} holds a run already.\n  Continue it with --resume, or name another folder."
+                f"{printable(run_dir)} holds a run already.\n  Continue it with --resume, or name another folder."
             )
-        return given
-    taken = _numbered(base, name)
+        return run_dir
+    numbered = _numbered(base, name)
     if is_resuming:
         found = newest(name, base)
         if found is None and is_stored(wanted, upload_to):
@@ -127,20 +127,20 @@ def choose(
                 f"no run {name!r} to resume in {printable(base)}.{printable(near)}\n  Name its folder with --run-dir."
             )
         return found
-    return base / name if not taken else base / f"{name}-{max(taken) + 1}"
+    return base / name if not numbered else base / f"{name}-{max(numbered) + 1}"
 
 
 def newest(name: str, base: Path = Path("runs")) -> Path | None:
     """Return the newest folder with a run of this name in ``base``; ``None`` if there is none."""
-    taken = _numbered(base, name)
-    return taken[max(taken)] if taken else None
+    numbered = _numbered(base, name)
+    return numbered[max(numbered)] if numbered else None
 
 
 def _advice(wanted: str | None) -> str:
     own = None if wanted is None else run_of(wanted)
     if own is None:
-        held = Path(wanted).expanduser().glob("*") if wanted and wanted not in NEWEST else ()
-        return f".\n  {deepspeed_advice(each.name for each in held) or 'Start it without --resume.'}"
+        paths = Path(wanted).expanduser().glob("*") if wanted and wanted not in NEWEST else ()
+        return f".\n  {deepspeed_advice(each.name for each in paths) or 'Start it without --resume.'}"
     return (
         f": {printable(str(wanted))} is of the run in {printable(own)}, and a run continues in its own folder.\n"
         "  Name that one with --run-dir, or copy the whole folder and name the copy."
@@ -227,8 +227,8 @@ def _names(base: Path) -> list[str]:
 def _numbered(base: Path, name: str) -> dict[int, Path]:
     """Return the runs of this name by number; the first one has no number in its name."""
     found: dict[int, Path] = {}
-    for held in _names(base):
-        match = re.fullmatch(re.escape(name) + r"(?:-([2-9]|[1-9][0-9]{1,8}))?", held)
+    for other in _names(base):
+        match = re.fullmatch(re.escape(name) + r"(?:-([2-9]|[1-9][0-9]{1,8}))?", other)
         if match is not None:
-            found[int(match.group(1) or 1)] = base / held
+            found[int(match.group(1) or 1)] = base / other
     return found

@@ -68,8 +68,8 @@ def named_config(
         run_dir = run_dir or config
     elif config is None and resume is not None:
         run_dir = run_dir or folder.run_of(resume)
-        held = folder.choose(DEMO["name"], run_dir, is_resuming=True, wanted=resume)
-        config = held if (held / CONFIG).is_file() else None
+        directory = folder.choose(DEMO["name"], run_dir, is_resuming=True, wanted=resume)
+        config = directory if (directory / CONFIG).is_file() else None
     if config is not None and config.is_dir():
         return read_config(config, ["train.gradient_accumulation_steps=null", *overrides]), False, run_dir
     if config is None and spec is not None:
@@ -173,13 +173,13 @@ def _resuming(words: Sequence[str], lr: float | None = None) -> str:
     if lr is not None:
         text = re.sub(r"\0--set[=\0]optimizer\.lr=[^\0]*", "", text) + f"\0--set\0optimizer.lr={lr:g}"
     words = text.split("\0")
-    kept, is_value = list(words[:2]), False
+    remaining, is_value = list(words[:2]), False
     for word in words[2:]:  # the folder is one of the first two
         name, _, value = word.partition("=")
         if not is_value and name not in {"--resume", "--run-dir"}:
-            kept.append(word)
+            remaining.append(word)
         is_value = name in {"--resume", "--run-dir"} and not value
-    return shlex.join(["shardwise", *kept, "--resume"])
+    return shlex.join(["shardwise", *remaining, "--resume"])
 
 
 def launch_parity(raw: RawConfig, num_ranks: int, arguments: Sequence[str], *, strategies: Sequence[str]) -> int:
@@ -219,9 +219,9 @@ def train_worker(
         from shardwise.train.trainer import Trainer
         from shardwise.train.worker import session
 
-        given = keep_batch(raw, run_dir or folder.newest(raw.config.name), world)
-        check_extras(given.config)
-        resolved = resolve(given, world.size, world.ranks_per_machine, spec=spec or given_spec())
+        adapted = keep_batch(raw, run_dir or folder.newest(raw.config.name), world)
+        check_extras(adapted.config)
+        resolved = resolve(adapted, world.size, world.ranks_per_machine, spec=spec or given_spec())
         config = resolved.config
         if world.source != "launcher":  # the launcher has checked it
             check_budget(resolved, find_device(world.ranks_per_machine or 1))
@@ -233,11 +233,11 @@ def train_worker(
             resume=resume,
             check=lambda: resolved.source.check(resolved.vocab_size),
             takes_over=takes_over,
-        ) as held:
-            trainer = Trainer(resolved, held, profiled=profiled)
+        ) as run_session:
+            trainer = Trainer(resolved, run_session, profiled=profiled)
             code = trainer.run(is_demo=is_demo)
             if found is not None:
-                found.update(trainer.loop.summary, directory=str(held.directory))
+                found.update(trainer.loop.summary, directory=str(run_session.directory))
             return code
 
     again = "start the same command again, with --resume"

@@ -168,30 +168,30 @@ def find_model(path: Path) -> TrainedModel:
     if is_url or is_run or (path / MANIFEST_NAME).exists():
         checkpoint = find_checkpoint(path, str(place) if is_url else "latest") if is_url or is_run else path
         config = {key: value for key, value in saved_config(checkpoint).items() if key in _SECTIONS}
-        held = check_sections(checkpoint, config)
-        if not (held.model.preset or held.model.hf):
+        saved = check_sections(checkpoint, config)
+        if not (saved.model.preset or saved.model.hf):
             raise CheckpointError(
                 f"{printable(path)} is of a model of the user's own (a spec, or a loop with sw.Run), which this verb"
                 " does not know.\n  Build it in Python, and load its weights:"
                 f" sw.load({str(checkpoint)!r}, sw.parallelize(model))."
             )
-        if held.lora.is_used:
+        if saved.lora.is_used:
             from shardwise.checkpoint.reader import open_checkpoint
             from shardwise.train.model.lora import check_base
 
-            check_base(Path(held.model.hf or "").expanduser(), open_checkpoint(checkpoint).data["state"].get("base"))
+            check_base(Path(saved.model.hf or "").expanduser(), open_checkpoint(checkpoint).data["state"].get("base"))
         parallel = config.get("parallel", {})
         policy = parallel.get("mp_policy")  # null, a dtype's name, or fields
         return TrainedModel(
             checkpoint,
             None,
             config.get("model", {}),
-            held.data.sources[0].source,
+            saved.data.sources[0].source,
             parallel.get("tp_plan"),
             lora=config.get("lora"),
             raises_masters=isinstance(policy, dict) and policy.get("master_dtype") == "fp32",
-            tokens_by=held.data.tokenizer,
-            chat_template=next((each.chat_template for each in held.data.sources if each.chat_template), None),
+            tokens_by=saved.data.tokenizer,
+            chat_template=next((each.chat_template for each in saved.data.sources if each.chat_template), None),
         )
     if not path.exists():
         path = local_folder(path)

@@ -133,9 +133,9 @@ class RunLock:
         beats = 0
         while not ends.wait(BEAT_S):
             with contextlib.suppress(OSError):  # the disk is full or the folder is gone: a save reports it
-                held = self._read()
-                if held and not held.startswith(self._head):
-                    by = f"{printable(self.path.parent)} was taken over by {printable(held.split(chr(10))[0])}"
+                content = self._read()
+                if content and not content.startswith(self._head):
+                    by = f"{printable(self.path.parent)} was taken over by {printable(content.split(chr(10))[0])}"
                     sys.stderr.write(f"shardwise: {by}. This run ends at once.\n")
                     sys.stderr.flush()
                     os._exit(RunLockedError.exit_code)

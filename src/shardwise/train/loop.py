@@ -181,7 +181,7 @@ class Loop:
             yield
         except torch.OutOfMemoryError as error:
             predicted = self.report.predicted_peak
-            beside = "" if predicted is None else f" The predicted peak of tensors is {size(predicted)} on a rank."
+            prediction = "" if predicted is None else f" The predicted peak of tensors is {size(predicted)} on a rank."
             advice = (
                 "Give each rank fewer samples at a time, the plan activation_checkpointing='full', or more ranks."
                 if self._is_own_loop
@@ -190,7 +190,7 @@ class Loop:
                 "  `--profile-steps 1:3` writes what the allocator did."
             )
             raise MemoryBudgetError(
-                f"rank {self.control.rank} ran out of memory in step {self.step + 1}: {first_line(error)}{beside}\n"
+                f"rank {self.control.rank} ran out of memory in step {self.step + 1}: {first_line(error)}{prediction}\n"
                 f"  {advice}"
             ) from error
 
@@ -257,9 +257,9 @@ class Loop:
 
     def _restore_random(self, state: dict[str, Any]) -> None:
         """Restore every rank's generators if the number of ranks is the same; otherwise seed them by rank and step."""
-        held = state.get("rank_state", {}).get("random")
-        if held is not None:
-            random_state.restore(held, self.device)
+        saved = state.get("rank_state", {}).get("random")
+        if saved is not None:
+            random_state.restore(saved, self.device)
         else:
             seed = self.parts.seed or 0
             random_state.seed_all(random_state.rank_seed(seed, self.parts.reader, self.done.step))
@@ -392,7 +392,7 @@ class Loop:
 
     def fault_at(self, point: str, step: int) -> None:
         """Inject a requested fault, for tests of recovery."""
-        fault.at(point, step, lambda: (plain_of(held) for held in self.model.parameters() if held.shape.numel()))
+        fault.at(point, step, lambda: (plain_of(p) for p in self.model.parameters() if p.shape.numel()))
 
     def gradients(self) -> Iterator[Tensor]:
         """Return this rank's gradients, for an injected fault."""
@@ -405,8 +405,8 @@ class Loop:
             return None
         comms = engine_of(self.model, "train").comms
         of_model = (comms.gather, comms.reduce, comms.replicate)  # the control's may be among them
-        beside = [comm for comm in (comms.control, comms.world) if comm not in of_model]
-        return sum(comm.waited_s for comm in comms if comm not in beside)
+        others = [comm for comm in (comms.control, comms.world) if comm not in of_model]
+        return sum(comm.waited_s for comm in comms if comm not in others)
 
     # --- results of the steps ----------------------------------------------------------------------------------------
 

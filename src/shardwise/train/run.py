@@ -140,9 +140,9 @@ class Run:
     ) -> None:
         self._directory, self._own_config, self._predicted = Path(directory), dict(config or {}), predicted
         self._config = _checked(steps, checkpoint, log, train)
-        given: list[tuple[str, object]] = [] if sampler is None else [("sampler", sampler)]
+        samplers: list[tuple[str, object]] = [] if sampler is None else [("sampler", sampler)]
         schedules = scheduler if isinstance(scheduler, Sequence) else () if scheduler is None else (scheduler,)
-        for name, value in [*given, *(("scheduler", each) for each in schedules)]:
+        for name, value in [*samplers, *(("scheduler", each) for each in schedules)]:
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ConfigError(
                     f"sw.Run({name}=...): {type(value).__name__} has no state_dict and load_state_dict, so that a"
@@ -184,19 +184,19 @@ class Run:
         """
         with self._exit_codes(), contextlib.ExitStack() as stack:
             facts = {"config": self._own_config}
-            held = stack.enter_context(
+            run_session = stack.enter_context(
                 session(self._world, self._config, facts, run_dir=self._directory, resume=None, auto_resumes=True)
             )
             self._loop = loop = Loop(
                 self,
                 self._parts,
-                self._report(held),
+                self._report(run_session),
                 self._config,
-                held,
+                run_session,
                 callbacks=self._callbacks,
                 is_own_loop=True,
             )
-            held.control.check_same(self._shared(), "state of sampler and scheduler")
+            run_session.control.check_same(self._shared(), "state of sampler and scheduler")
             stack.enter_context(loop.running())
             stack.enter_context(all_obey())
             self._stack = stack.pop_all()
@@ -293,8 +293,8 @@ class Run:
             raise ConfigError(
                 f"run.log({', '.join(sorted(reserved))}=...): the record has this already; name it otherwise."
             )
-        given = {"loss": loss, "grad_norm": grad_norm, "tokens": tokens, **values}
-        self._logged |= {name: _kept(name, value) for name, value in given.items() if value is not None}
+        fields = {"loss": loss, "grad_norm": grad_norm, "tokens": tokens, **values}
+        self._logged |= {name: _kept(name, value) for name, value in fields.items() if value is not None}
 
     def _note(self, loop: Loop) -> None:
         model, found = self._parts.model, dict(self._logged)
@@ -339,14 +339,14 @@ class Run:
 
     def _shared(self) -> dict[str, Any]:
         """Return the state that must be the same on every rank; a loader's state may differ."""
-        kept = {
-            name: packed(held.state_dict(), f"sw.Run({name}=...)")
-            for name, held in self._kept.items()
-            if name == "scheduler" or isinstance(held, sw.DistributedSampler)
-            if held is not None
+        states = {
+            name: packed(part.state_dict(), f"sw.Run({name}=...)")
+            for name, part in self._kept.items()
+            if name == "scheduler" or isinstance(part, sw.DistributedSampler)
+            if part is not None
         }
         settings = {"loop": "sw.Run", **self._config.model_dump(mode="json"), "own": self._own_config}
-        return {"kept": kept, "config": settings, "mesh": sw.summary(self._parts.model).mesh}
+        return {"kept": states, "config": settings, "mesh": sw.summary(self._parts.model).mesh}
 
     def state(self) -> dict[str, Any]:
         """Return the state for checkpoints besides tensors. A loader has one state, or one per rank in rank order.
@@ -354,9 +354,9 @@ class Run:
         Collective:
             One all-gather of small JSON if ``sampler`` is not an ``sw.DistributedSampler``.
         """
-        state, held = self._shared(), self._kept["sampler"]
-        if held is not None and "sampler" not in state["kept"]:
-            everyones = self._running.control.all_json(packed(held.state_dict(), "sw.Run(sampler=...)"))
+        state, sampler = self._shared(), self._kept["sampler"]
+        if sampler is not None and "sampler" not in state["kept"]:
+            everyones = self._running.control.all_json(packed(sampler.state_dict(), "sw.Run(sampler=...)"))
             is_one = all(each == everyones[0] for each in everyones)
             state["kept"]["sampler"] = everyones[0] if is_one else {_BY_RANK: everyones}
         return state | {"kept": plain.unpack(state["kept"])}
@@ -379,24 +379,24 @@ class Run:
     def restore(self, state: Mapping[str, Any]) -> list[str]:
         """Restore sampler and scheduler."""
         saved = state.get("kept", {})
-        for name, held in self._kept.items():
-            if held is not None and name not in saved:
+        for name, part in self._kept.items():
+            if part is not None and name not in saved:
                 raise CheckpointError(
                     f"the checkpoint has no state of the {name}, which sw.Run({name}=...) is to restore.\n"
                     "  Leave it out to begin it anew, or begin a new run in another folder."
                 )
-            if name == "scheduler" and held is not None and _num_schedules(saved[name]) != _num_schedules(held):
+            if name == "scheduler" and part is not None and _num_schedules(saved[name]) != _num_schedules(part):
                 raise CheckpointError(
                     f"the checkpoint has the state of {_num_schedules(saved[name])}, and sw.Run(scheduler=...) has"
-                    f" {_num_schedules(held)}.\n  Pass as many as before, in the same order, or begin a new run in"
+                    f" {_num_schedules(part)}.\n  Pass as many as before, in the same order, or begin a new run in"
                     " another folder."
                 )
-            if held is not None:
+            if part is not None:
                 own, control = saved[name], self._running.control
                 if isinstance(own, dict) and own.keys() == {_BY_RANK}:
                     what = "sw.Run(sampler=...) was that of each of {} ranks"
                     own = of_reader(own[_BY_RANK], control.rank, control.size, what, "read by an sw.DistributedSampler")
-                held.load_state_dict(own)
+                part.load_state_dict(own)
         lines = resharded(state.get("mesh") or {}, sw.summary(self._parts.model).mesh)
         loader = self._kept["sampler"]
         if lines and loader is not None and not isinstance(loader, sw.DistributedSampler):
@@ -410,21 +410,21 @@ class Run:
         """Return ``None``, because evaluations are made by the user's loop."""
         return None
 
-    def _report(self, held: Session) -> Report:
+    def _report(self, run_session: Session) -> Report:
         found, config = sw.summary(self._parts.model), self._config
         written = {"name": self._directory.name} | {
             name: getattr(config, name).model_dump(mode="json") for name in ("checkpoint", "log")
         }
         written |= {"train": {"steps": config.train.steps}, "config": self._own_config}
-        size, model, strategy = held.control.size, str(found), found.placements
+        size, model, strategy = run_session.control.size, str(found), found.placements
         name = type(self._parts.model).__name__
         lines = [
-            f"run {printable(held.directory)}: {name} on {size} x {held.device.type}, {strategy}",
+            f"run {printable(run_session.directory)}: {name} on {size} x {run_session.device.type}, {strategy}",
             f"model {model.splitlines()[0]}",
         ]
         return Report(
-            held.directory,
-            held.device,
+            run_session.directory,
+            run_session.device,
             config=yaml.safe_dump(written, sort_keys=False),
             plan={"world_size": size, "mesh": found.mesh, "parallel": {"strategy": strategy}, "batch": {}},
             model=model,
@@ -462,9 +462,9 @@ def _checked(
     return raw.config
 
 
-def _num_schedules(held: Any) -> str:
-    """Return the number of schedules in ``held``, which is a schedule or its state, in words."""
-    states = held.state_dict() if hasattr(held, "state_dict") else held
+def _num_schedules(schedulers: Any) -> str:
+    """Return the number of schedules in ``schedulers``, which is a schedule or its state, in words."""
+    states = schedulers.state_dict() if hasattr(schedulers, "state_dict") else schedulers
     if isinstance(states, Mapping) and states.keys() == {_SEVERAL}:
         return f"a list of {len(states[_SEVERAL])} schedules"
     return "one schedule"

@@ -128,8 +128,8 @@ class TrainSpec:
     @property
     def is_empty(self) -> bool:
         """Whether the spec replaces nothing."""
-        given = [each for name in _PARTS if (each := getattr(self, name)) is not None]
-        return not (given or self.metrics or self.callbacks)
+        parts = [each for name in _PARTS if (each := getattr(self, name)) is not None]
+        return not (parts or self.metrics or self.callbacks)
 
 
 #: Fields that are ``None`` by default.

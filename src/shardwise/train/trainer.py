@@ -65,10 +65,10 @@ class Trainer:
             self.sampler = MixedSampler(train.num_samples, config.train.seed, *share, samples=train)
         else:
             self.sampler = Sampler(train.num_samples, config.train.seed, *share)
-        held: Any = self.data.held_out
-        if isinstance(held, GivenBatches) and config.train.eval_every is not None:
+        held_out: Any = self.data.held_out
+        if isinstance(held_out, GivenBatches) and config.train.eval_every is not None:
             most = config.train.eval_batches * batch.accumulation
-            held = held.kept(share, most, lambda number: min(control.all_json(number)))
+            held_out = held_out.kept(share, most, lambda number: min(control.all_json(number)))
         foreign_bytes = 0 if resolved.spec.data is None else tensor_bytes(device)
         self.model, self.optimizer = self._build()
         is_scaled = any(control.all_json(needs_scaler(self.model)))  # a single stage may use fp16
@@ -113,7 +113,7 @@ class Trainer:
         self.microbatches = Microbatches(batch, device)
         self._given: Iterator[Any] | None = None  # microbatches of a user's data set, set in the first step
         self.evaluation = Evaluation(
-            resolved, self.model, held, reader, self.microbatches, control, self.loop.must_stop
+            resolved, self.model, held_out, reader, self.microbatches, control, self.loop.must_stop
         )
 
     def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -227,11 +227,11 @@ class Trainer:
 
     def check(self, path: Path) -> list[str]:
         """Refuse a checkpoint with an unfit configuration or state; return the differences. Exchanges small JSON."""
-        asked = self.resolved.asked
-        changes = self.control.on_first(lambda: check_config(saved_config(path), self.config, asked))
+        overridden = self.resolved.asked
+        changes = self.control.on_first(lambda: check_config(saved_config(path), self.config, overridden))
         batch, groups = self.resolved.batch.total, self.optimizer.param_groups
         spec, allows = self.resolved.spec, self.config.checkpoint.allow_other_code
-        self.control.on_first(lambda: check_state(path, batch, groups, asked, spec=spec, allows_other_code=allows))
+        self.control.on_first(lambda: check_state(path, batch, groups, overridden, spec=spec, allows_other_code=allows))
         return changes
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
@@ -383,12 +383,12 @@ class Trainer:
             One all-reduce of 16 bytes over all ranks, for which the host waits in the first step only. If the loss is
             no ``sw.Mean``, later steps have none.
         """
-        told = torch.zeros(2, dtype=torch.float64, device=self.device)
-        told[1] = float(has_loss)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums[1] = float(has_loss)
         for count in counts:
-            told[0] += count
-        engine_of(self.model, "train").comms.world.all_reduce(told, unit="loss").wait()
+            sums[0] += count
+        engine_of(self.model, "train").comms.world.all_reduce(sums, unit="loss").wait()
         if self._has_means is None:
-            self._has_means = bool(told[0] > 0)
-        factor = told[1] * self.resolved.batch.accumulation / told[0]
-        return torch.where(told[0] > 0, factor, torch.ones_like(factor)).float()
+            self._has_means = bool(sums[0] > 0)
+        factor = sums[1] * self.resolved.batch.accumulation / sums[0]
+        return torch.where(sums[0] > 0, factor, torch.ones_like(factor)).float()

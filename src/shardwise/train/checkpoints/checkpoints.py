@@ -104,10 +104,10 @@ def find_checkpoint(
     """
     if wanted in NEWEST:
         return _newest(run_dir, upload_to, is_good=wanted == "latest-good", say=say)
-    given = place_of(wanted)
-    if isinstance(given, Url):
-        return given if step_of(given.name) is not None else find_latest(given).require()
-    for path in (given.expanduser(), run_dir / CHECKPOINTS / wanted):
+    place_wanted = place_of(wanted)
+    if isinstance(place_wanted, Url):
+        return place_wanted if step_of(place_wanted.name) is not None else find_latest(place_wanted).require()
+    for path in (place_wanted.expanduser(), run_dir / CHECKPOINTS / wanted):
         if path.is_dir():
             return find_latest(path).require() if (path / CHECKPOINTS).is_dir() else path
     if upload_to is not None and storage_of(place := place_of(upload_to) / CHECKPOINTS / wanted).list(place):
@@ -148,8 +148,8 @@ def _newest(run_dir: Path, upload_to: str | None, *, is_good: bool, say: Callabl
 
 def saved_config(path: Path) -> Mapping[str, Any]:
     """Return the configuration in a checkpoint."""
-    held = open_checkpoint(path).data
-    state = held.get("state", held)
+    data = open_checkpoint(path).data
+    state = data.get("state", data)
     config = state.get("config") if isinstance(state, Mapping) else None
     if not isinstance(config, Mapping):
         raise CheckpointError(
@@ -158,15 +158,15 @@ def saved_config(path: Path) -> Mapping[str, Any]:
     return config
 
 
-def check_config(saved: Mapping[str, Any], config: Config, asked: Collection[str] = ()) -> list[str]:
+def check_config(saved: Mapping[str, Any], config: Config, overridden: Collection[str] = ()) -> list[str]:
     """Compare a run's configuration with the one under which it is to continue; return a line for each notable change.
 
     Checkpoints load under any strategy and any split of the global batch. The learning rate, its schedule, the
-    optimizer's other numbers and clipping may differ only if ``--set`` (``asked``) changes them.
+    optimizer's other numbers and clipping may differ only if ``--set`` (``overridden``) changes them.
     """
     changed = differences(saved, config.model_dump(mode="json"))
     changed = [entry for entry in changed if entry[0] != "name"]
-    requested = [key for key in _ON_REQUEST if any(_is_in(name, (key,)) for name in asked)]
+    requested = [key for key in _ON_REQUEST if any(_is_in(name, (key,)) for name in overridden)]
     wrong = [entry for entry in changed if not _is_in(entry[0], (*_FREE, *requested))]
     if wrong:
         rows = [("key", "the run has", "now"), *((key, _shown(old), _shown(new)) for key, old, new in wrong)]
@@ -178,9 +178,9 @@ def check_config(saved: Mapping[str, Any], config: Config, asked: Collection[str
             f"  Only {', '.join(_FREE)} may differ, and {', '.join(_ON_REQUEST)} where --set asks for it (--set"
             f" optimizer.lr=1e-4). Restore the others{accumulated if batch else ''}, or start a new run."
         )
-    told = [f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in changed if _is_in(key, (*_SAID, *requested))]
+    lines = [f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in changed if _is_in(key, (*_SAID, *requested))]
     bends = config.schedule.name != "constant"
-    return [f"{line}{_NEW_LENGTH if bends and line.startswith('train.steps') else ''}" for line in told]
+    return [f"{line}{_NEW_LENGTH if bends and line.startswith('train.steps') else ''}" for line in lines]
 
 
 def _is_in(key: str, keys: Iterable[str]) -> bool:
@@ -236,11 +236,11 @@ class Checkpoints:
         Collective:
             Those of ``sw.save``, and small JSON. All ranks must call in the same order.
         """
-        said = self._finish_before(step)
+        message = self._finish_before(step)
         if self.saved_step == step and not is_best:
-            return said
+            return message
         self._control.on_first(self._check_folder)
-        held = {**state, "step": step, "run_id": self._run_id}
+        content = {**state, "step": step, "run_id": self._run_id}
         own = {"random": random_state.capture(self._device)}
         save, below, keep = sw.save if waits else sw.save_async, BEST if is_best else "", 2 if is_best else self._keep
         try:
@@ -248,7 +248,7 @@ class Checkpoints:
                 step_directory(self._run_dir / below, step),
                 self._model,
                 optimizers,
-                state=held,
+                state=content,
                 average=average,
                 rank_state=own,
                 keep=keep,
@@ -256,12 +256,12 @@ class Checkpoints:
                 allow_non_finite=self._allows_non_finite,
             )
         except StorageError as error:
-            return "\n".join(filter(None, (said, self._failed(step, error))))
+            return "\n".join(filter(None, (message, self._failed(step, error))))
         if not waits:
             self._step_under_way, self._is_told = step, False
-            return said
+            return message
         self.saved_step = self.saved_step if is_best else step
-        return "\n".join(filter(None, (said, *self._upload(step, below, keep)))) or None
+        return "\n".join(filter(None, (message, *self._upload(step, below, keep)))) or None
 
     def _upload(self, step: int, below: str = "", keep: int | None = None) -> list[str]:
         """Start the upload of a published step, on rank 0; return text to print."""
@@ -273,14 +273,14 @@ class Checkpoints:
     def hear(self) -> str | None:
         """Return news of the running save and upload, as far as this rank knows. Does not wait."""
         step = self._step_under_way
-        said = self._upload(step) if step else []
+        lines = self._upload(step) if step else []
         if self._control.is_first:
-            said += self.uploads.poll()
+            lines += self.uploads.poll()
         problem = sw.save_failure(self._model) if step and not self._is_told else None
         if problem is not None:
             self._is_told = True
-            said.append(self._warning(step, problem))
-        return "\n".join(said) or None
+            lines.append(self._warning(step, problem))
+        return "\n".join(lines) or None
 
     def finish(self) -> str | None:
         """Wait for the running save, if there is one; return text to print.
@@ -302,15 +302,15 @@ class Checkpoints:
     def _finish_before(self, step: int) -> str | None:
         """Call :meth:`finish` before ``step`` is saved; report a long wait."""
         before, begin = self._step_under_way, time.monotonic()
-        said = self.finish()
+        message = self.finish()
         waited_s = time.monotonic() - begin
         if not before or waited_s < _LONG_WAIT_S:
-            return said
+            return message
         waited = (
             f"step {step} waited {waited_s:.1f} s for the checkpoint of step {before}, which was still being written:"
             " save less often (checkpoint.every), or on a faster disk"
         )
-        return "\n".join(filter(None, (said, waited)))
+        return "\n".join(filter(None, (message, waited)))
 
     def _check_folder(self) -> None:
         """Raise if the run's folder was removed: a checkpoint would be useless without the other files."""
@@ -365,19 +365,19 @@ class Checkpoints:
         Called only on rank 0. Nothing is deleted. If ``path`` is in the run's folder, ``LATEST`` then points to it.
         """
         folder = (self._run_dir / CHECKPOINTS).absolute()
-        later = [held for held in folder.glob("step-*") if held.name[5:].isdecimal() and int(held.name[5:]) >= step]
-        later = [held for held in sorted(later) if held != path.absolute()]
+        later = [each for each in folder.glob("step-*") if each.name[5:].isdecimal() and int(each.name[5:]) >= step]
+        later = [each for each in sorted(later) if each != path.absolute()]
         try:
-            for held in later:
-                FOLDERS.remove(held, is_kept=True)
+            for each in later:
+                FOLDERS.remove(each, is_kept=True)
         except OSError as error:
             raise StorageError(f"{error.filename} cannot be renamed: {error.strerror}.\n  Move it away.") from None
-        told = [f"{held.name} is set aside as superseded-{held.name}-*" for held in later]
-        told += self.uploads.set_aside_later(step)
+        lines = [f"{each.name} is set aside as superseded-{each.name}-*" for each in later]
+        lines += self.uploads.set_aside_later(step)
         if path.absolute().parent == folder:
             wrong = pointer_problem(self._run_dir, path)
-            told += self._upload(step)
+            lines += self._upload(step)
             if wrong is not None:
                 publish_latest(self._run_dir, path)
-                told += [] if later else [f"{LATEST} {wrong}: it names {path.name} now"]
-        return told
+                lines += [] if later else [f"{LATEST} {wrong}: it names {path.name} now"]
+        return lines

@@ -47,17 +47,17 @@ def capture(device: torch.device) -> dict[str, Any]:
     return described(take(device))
 
 
-def described(held: Generators) -> dict[str, Any]:
+def described(generators: Generators) -> dict[str, Any]:
     """Return states of generators as plain values, for :func:`restore`."""
-    version, words, gauss = held.python
-    name, keys, place, has_gauss, cached = held.numpy
+    version, words, gauss = generators.python
+    name, keys, place, has_gauss, cached = generators.numpy
     state: dict[str, Any] = {
         "python": [version, np.array(words, np.uint64).tobytes(), gauss],
         "numpy": [str(name), np.asarray(keys, np.uint32).tobytes(), int(place), int(has_gauss), float(cached)],
-        "torch": held.torch.numpy().tobytes(),
+        "torch": generators.torch.numpy().tobytes(),
     }
-    if held.cuda is not None:
-        state["cuda"] = held.cuda.numpy().tobytes()
+    if generators.cuda is not None:
+        state["cuda"] = generators.cuda.numpy().tobytes()
     return state
 
 

@@ -104,7 +104,7 @@ def check_state(
     path: Path,
     batch: int,
     groups: list[dict[str, Any]],
-    asked: Iterable[str] = (),
+    overridden: Iterable[str] = (),
     *,
     spec: TrainSpec | None = None,
     allows_other_code: bool = False,
@@ -115,7 +115,7 @@ def check_state(
         path: The checkpoint.
         batch: Samples of a step.
         groups: The optimizer's groups on this rank.
-        asked: Keys given by ``--set``; settings of the optimizer among them may differ.
+        overridden: Keys given by ``--set``; settings of the optimizer among them may differ.
         spec: The parts that a user's code replaces.
         allows_other_code: Whether the spec's code may have changed.
     """
@@ -140,7 +140,7 @@ def check_state(
         )
     optimizer = read_optimizer(path, checkpoint.data.get("optimizer"))
     if len(optimizer.groups) == len(groups):  # otherwise the load raises
-        _check_settings(path, optimizer, groups, {key.removeprefix("optimizer.") for key in asked})
+        _check_settings(path, optimizer, groups, {key.removeprefix("optimizer.") for key in overridden})
     if spec is not None and (spec.schedule is not None or spec.optimizer is not None):
         return  # the configuration does not determine its rates
     ratio = config.schedule.ratio(saved.step - 1, config.train.steps)
@@ -182,9 +182,9 @@ def _contradictions(saved: SavedRun, manifest: Manifest, batch: int) -> list[str
     return wrong
 
 
-def _check_settings(path: Path, optimizer: SavedOptimizer, groups: list[dict[str, Any]], asked: set[str]) -> None:
+def _check_settings(path: Path, optimizer: SavedOptimizer, groups: list[dict[str, Any]], overridden: set[str]) -> None:
     changed = changed_settings(path, optimizer.groups, groups)
-    changed = [each for each in changed if each[0].rpartition(".")[2] not in _NOT_OF_THE_RUN | asked]
+    changed = [each for each in changed if each[0].rpartition(".")[2] not in _NOT_OF_THE_RUN | overridden]
     if changed:
         raise CheckpointError(
             f"checkpoint {printable(path)} was saved with other settings of the optimizer than the configuration"

@@ -36,9 +36,9 @@ class Uploads:
         """Raise a StorageError if the store is not writable, a ConfigError if it has another run."""
         if self.place is None:
             return
-        held = find_latest(self.place)
-        theirs = held.run_id
-        if (theirs is not None or held.rejected) if is_new else theirs not in {None, run_id}:
+        uploaded = find_latest(self.place)
+        theirs = uploaded.run_id
+        if (theirs is not None or uploaded.rejected) if is_new else theirs not in {None, run_id}:
             raise ConfigError(
                 f"checkpoint.upload_to={self.place} holds checkpoints of the run {printable(theirs or '?')}; this is"
                 f" {printable(run_id)}.\n  Continue that run with --resume, or name another place for this one."
@@ -77,23 +77,23 @@ class Uploads:
 
     def poll(self) -> list[str]:
         """Start the next upload if none is running; return lines to print. Does not wait."""
-        said: list[str] = []
+        lines: list[str] = []
         if self._under_way is not None and (outcome := self._process.poll()) is not None:
             job, self._under_way = self._under_way, None
-            said = self._judge(job, outcome)
+            lines = self._judge(job, outcome)
         if self._under_way is None and self._waiting:
             job = self._under_way = self._waiting.pop(min(self._waiting))
             self._process.begin(job, None, {})
-        return said
+        return lines
 
     def wait(self, limit_s: float) -> tuple[str, bool, str | None]:
         """Wait some seconds; return text to print, whether the wait is over, and why an upload is missing."""
-        end, said = time.monotonic() + min(limit_s, _ROUND_S), self.poll()
+        end, lines = time.monotonic() + min(limit_s, _ROUND_S), self.poll()
         while self._under_way is not None and time.monotonic() < end:
             time.sleep(_POLL_S)
-            said += self.poll()
+            lines += self.poll()
         late = None if self._under_way is None else "it was not uploaded in time (train.grace_s)"
-        return "\n".join(said), late is None or limit_s <= _ROUND_S, late or self.problem
+        return "\n".join(lines), late is None or limit_s <= _ROUND_S, late or self.problem
 
     def close(self) -> None:
         """Abort a running upload."""

@@ -125,13 +125,13 @@ def _source(
 
 def _with_tokens(raw: RawConfig, task: Task, tokenizer: Tokenizer) -> Task:
     """Return the task with the token ids that it needs from the tokenizer."""
-    held = tokenizer.held if isinstance(tokenizer, OfFolder) else None
+    hf_tokenizer = tokenizer.held if isinstance(tokenizer, OfFolder) else None
     if task.name == MASKED:
-        if held is None or held.mask_token_id is None:
+        if hf_tokenizer is None or hf_tokenizer.mask_token_id is None:
             raw.refuse("data", "tokenizer", "it has no token that stands for a hidden one (mask_token)")
-        return replace(task, mask=held.mask_token_id)
-    if task.has_pairs and held is not None:
-        return replace(task, pad=held.pad_token_id or 0)
+        return replace(task, mask=hf_tokenizer.mask_token_id)
+    if task.has_pairs and hf_tokenizer is not None:
+        return replace(task, pad=hf_tokenizer.pad_token_id or 0)
     return task
 
 
@@ -170,9 +170,9 @@ def _tokenized(
             f"{source.name} is one file, and the last files of a stream are held out.\n  Leave data.streaming out,"
             " divide the text into more files, or name data to evaluate on in data.eval_source."
         )
-    held = replace(source, files=source.files[-num_held:], lengths=source.lengths[-num_held:])
+    last = replace(source, files=source.files[-num_held:], lengths=source.lengths[-num_held:])
     files, lengths = source.files[:-num_held], source.lengths[:-num_held]
-    return replace(whole, files=files, lengths=lengths, evaluated=prepare(held, tokenizer, wanted, lambda _: form, say))
+    return replace(whole, files=files, lengths=lengths, evaluated=prepare(last, tokenizer, wanted, lambda _: form, say))
 
 
 def _read_template(name: str) -> str:

@@ -74,14 +74,14 @@ class LanguageModel:
 
 def read_language_model(folder: Path) -> LanguageModel:
     """Read the facts in a folder's ``config.json``; raise a NotTrainedError if the model cannot be trained."""
-    held, path = _read(folder), folder / "config.json"
+    config, path = _read(folder), folder / "config.json"
     try:
-        task, vocab = _task(held), held.get("vocab_size")
+        task, vocab = _task(config), config.get("vocab_size")
     except NotTrainedError as error:
         raise NotTrainedError(f"{path}: {error}") from None
     if isinstance(vocab, bool) or not isinstance(vocab, int) or vocab < 1:
         raise NotTrainedError(f"{path}: it names no vocab_size: not a language model; {_OWN_LOOP}")
-    positions = held.get("max_position_embeddings", held.get("n_positions"))
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
     return LanguageModel(vocab, positions if isinstance(positions, int) and positions > 0 else None, task)
 
 
@@ -94,43 +94,43 @@ def _read(folder: Path) -> dict[str, Any]:
     check_weights(folder)
     path = folder / "config.json"
     try:
-        held = read_json(path)
+        config = read_json(path)
     except OSError:
         raise NotTrainedError(
             f"no readable {path}; name a folder with a Hugging Face model ({how_to_fetch(str(folder))})"
         ) from None
     except ValueError as error:
         raise NotTrainedError(f"{path} is not JSON: {error}") from None
-    if not isinstance(held, dict):
+    if not isinstance(config, dict):
         raise NotTrainedError(f"{path} is not a configuration: expected a mapping")
-    if not str(held.get("model_type")).isprintable():
-        raise NotTrainedError(f"{path}: model_type is {printable(held['model_type'])!r}, which is not a name")
-    if "auto_map" in held:
+    if not str(config.get("model_type")).isprintable():
+        raise NotTrainedError(f"{path}: model_type is {printable(config['model_type'])!r}, which is not a name")
+    if "auto_map" in config:
         raise NotTrainedError(f"{path}: it has an auto_map: the model needs code of its own, which is never run")
-    parts = [held, *(value for value in held.values() if isinstance(value, dict))]  # the parts for text and vision
+    parts = [config, *(value for value in config.values() if isinstance(value, dict))]  # the parts for text and vision
     for key, value in (item for part in parts for item in part.items()):
         if key in _COUNTS and isinstance(value, int) and not 1 <= value <= _MOST_COUNTED:
             raise NotTrainedError(f"{path}: {key} is {value:,}, expected 1 to {_MOST_COUNTED:,}")
-    return held
+    return config
 
 
-def _architecture(held: dict[str, Any]) -> str:
-    kinds = held.get("architectures")
-    return str(kinds[0]) if isinstance(kinds, list) and kinds else str(held.get("model_type", "the model"))
+def _architecture(config: dict[str, Any]) -> str:
+    kinds = config.get("architectures")
+    return str(kinds[0]) if isinstance(kinds, list) and kinds else str(config.get("model_type", "the model"))
 
 
-def _task(held: dict[str, Any]) -> Task:
+def _task(config: dict[str, Any]) -> Task:
     """Return the task of a folder's model, from its configuration."""
-    name = _architecture(held)
+    name = _architecture(config)
     if name.endswith("ForSequenceClassification"):
-        labels = held.get("label2id")
+        labels = config.get("label2id")
         return Task(CLASS, labels if isinstance(labels, dict) else {})
     other = re.search("For(?!CausalLM|MaskedLM)[A-Z]", name) is not None
-    answers = held.get("is_encoder_decoder") is True and "num_mel_bins" not in held  # not speech models
+    answers = config.get("is_encoder_decoder") is True and "num_mel_bins" not in config  # not speech models
     if answers and (not other or name.endswith("ForConditionalGeneration")):
         return Task(ANSWER)
     if not other and (
-        name.endswith("ForMaskedLM") or (held.get("model_type") in _ENCODERS and held.get("is_decoder") is not True)
+        name.endswith("ForMaskedLM") or (config.get("model_type") in _ENCODERS and config.get("is_decoder") is not True)
     ):
         return Task(MASKED)
     if other:
@@ -144,8 +144,8 @@ def _task(held: dict[str, Any]) -> Task:
 def stored_dtype(folder: Path) -> str | None:
     """Return the dtype name of a folder's weights, from its configuration or else from its first file."""
     try:
-        held = read_json(folder / "config.json")
-        named = held.get("dtype") or held.get("torch_dtype")
+        config = read_json(folder / "config.json")
+        named = config.get("dtype") or config.get("torch_dtype")
         if isinstance(named, str):
             return dtype_name(named)
         name = "model.safetensors"

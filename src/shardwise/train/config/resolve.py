@@ -108,8 +108,8 @@ class RunConfig:
 
     def ratio(self, step: int) -> float:
         """Return the learning rate of ``step`` (from 0) divided by the peak rate."""
-        given, steps = self.spec.schedule, self.config.train.steps
-        return self.config.schedule.ratio(step, steps) if given is None else float(given(step, steps))
+        schedule, steps = self.spec.schedule, self.config.train.steps
+        return self.config.schedule.ratio(step, steps) if schedule is None else float(schedule(step, steps))
 
     def to_yaml(self) -> str:
         """Return a YAML text that resolves to the same configuration, without the parts that the spec replaces."""
@@ -329,9 +329,9 @@ def _check_spec(raw: RawConfig, spec: TrainSpec) -> None:
 
 def _check_count(source: Source, spec: TrainSpec, batch: Batch) -> None:
     """Refuse a data set with fewer samples than a step or an evaluation needs at once."""
-    held = len(spec.eval_data) if spec.eval_data is not None and is_indexed(spec.eval_data) else None
+    num_eval_samples = len(spec.eval_data) if spec.eval_data is not None and is_indexed(spec.eval_data) else None
     least = batch.micro * batch.data_parallel_size
-    for name, count, needed in (("data", source.num_samples, batch.total), ("eval_data", held, least)):
+    for name, count, needed in (("data", source.num_samples, batch.total), ("eval_data", num_eval_samples, least)):
         if count is not None and count < needed:
             raise DataError(
                 f"TrainSpec({name}=...) has {count} samples, {needed} are needed at once ({batch}).\n"
@@ -576,18 +576,18 @@ def _nearest(total: int, unit: int) -> str:
 
 def _seq_len(raw: RawConfig, positions: int | None, plan: ParallelPlan) -> int:
     """Return the tokens per sample. The default is bounded: samples of 128k tokens would rarely fit into memory."""
-    given = raw.config.data.seq_len
+    seq_len = raw.config.data.seq_len
     divisor = plan.tp if plan.sequence_parallel and plan.cp == 1 else 1  # cp pads
-    if given is None:
+    if seq_len is None:
         longest = min(positions or DEFAULT_SEQ_LEN, DEFAULT_SEQ_LEN)
         return max(longest // divisor, 1) * divisor
-    if given % divisor:
+    if seq_len % divisor:
         message = (
-            f"{given} tokens are not a multiple of tp={divisor}, over which sequence_parallel divides them;"
-            f" use {_nearest(given, divisor)}"
+            f"{seq_len} tokens are not a multiple of tp={divisor}, over which sequence_parallel divides them;"
+            f" use {_nearest(seq_len, divisor)}"
         )
         raw.fail("data", "seq_len", message)
-    if positions is not None and given > positions:
-        message = f"{given} tokens are more than the model's {positions} positions; lower it, or raise model.seq_len"
+    if positions is not None and seq_len > positions:
+        message = f"{seq_len} tokens are more than the model's {positions} positions; lower it, or raise model.seq_len"
         raw.fail("data", "seq_len", message)
-    return given
+    return seq_len

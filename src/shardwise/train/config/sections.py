@@ -504,8 +504,8 @@ class RawConfig:
 
     def given(self, section: str) -> set[str]:
         """Return the keys of a section that were given in a file or by ``--set``."""
-        held = self.document.values.get(section)
-        return set(held) if isinstance(held, dict) else set()
+        fields = self.document.values.get(section)
+        return set(fields) if isinstance(fields, dict) else set()
 
     def asked(self) -> frozenset[str]:
         """Return the keys given by ``--set``, as ``section.field``."""
@@ -587,13 +587,13 @@ def _lay(document: Document, over: Document) -> None:
     A rival given by another ``--set`` is kept, because then the command contradicts itself and must be refused.
     """
     for section, first, second in _RIVALS:
-        given, held = over.values.get(section), document.values.get(section)
-        if not isinstance(given, dict) or not isinstance(held, dict):
+        new, old = over.values.get(section), document.values.get(section)
+        if not isinstance(new, dict) or not isinstance(old, dict):
             continue
         for key, rival in ((first, second), (second, first)):
             is_set = document.where.get((section, rival), "").startswith("--set ")
-            if given.get(key) is not None and rival not in given and not is_set:
-                held.pop(rival, None)
+            if new.get(key) is not None and rival not in new and not is_set:
+                old.pop(rival, None)
     document.lay(over)
 
 
@@ -606,14 +606,14 @@ def _lay_override(document: Document, text: str) -> None:
     if path == ("extends",):
         raise Problem(where, "extends can only be written in a file")
     try:
-        given = parse_yaml(written, "--set")
+        parsed = parse_yaml(written, "--set")
     except Problem as problem:
         raise Problem(where, problem.message) from None
-    value = given.values
+    value = parsed.values
     for part in reversed(path):
         value = {part: value}
-    keys = [path[:n] for n in range(min(2, len(path)), len(path) + 1)] + [path + inner for inner in given.where]
-    texts = {path + inner: text for inner, text in given.texts.items()}
+    keys = [path[:n] for n in range(min(2, len(path)), len(path) + 1)] + [path + inner for inner in parsed.where]
+    texts = {path + inner: text for inner, text in parsed.texts.items()}
     _lay(document, Document(value, dict.fromkeys(keys, where), texts))
     document.where.setdefault(path[:1], where)
 
@@ -625,7 +625,7 @@ _MIX = ("data", "mix")
 def _checked(raw: RawConfig) -> Config:
     """Return the values that are valid alone; report the others and replace them with their defaults."""
     values = copy.deepcopy(raw.document.values)
-    values |= {key: {} for key, held in values.items() if held is None and key in _SECTIONS}
+    values |= {key: {} for key, fields in values.items() if fields is None and key in _SECTIONS}
     if isinstance(model := values.get("model"), dict):
         known = [*ModelSection.model_fields, *_override_schema()]
         for key in [key for key in model if key not in known]:
@@ -654,9 +654,9 @@ def _checked(raw: RawConfig) -> Config:
                 del functools.reduce(_item, above, values)[key]
 
 
-def _item(held: Any, key: str) -> Any:
+def _item(container: Any, key: str) -> Any:
     """Return the value of a key in a mapping, or of an index in a list; ``None`` if a mapping lacks the key."""
-    return held[int(key)] if isinstance(held, list) else held.get(key)
+    return container[int(key)] if isinstance(container, list) else container.get(key)
 
 
 def _explain(path: tuple[str, ...], details: Sequence[Any], got: Any) -> str:

@@ -59,20 +59,20 @@ def _end_of(text: str, before: str, with_answer: str, content: Any) -> int | Non
     if text.startswith(with_answer):
         return len(with_answer)
     # Templates of reasoning models write the last answer with its reasoning, and earlier answers without.
-    for said in (str(content), str(content).rpartition("</think>")[2].strip()):
-        at = with_answer.rfind(said) if said else -1
+    for answer in (str(content), str(content).rpartition("</think>")[2].strip()):
+        at = with_answer.rfind(answer) if answer else -1
         if at >= len(before) and text.startswith(before + with_answer[at:]):
             return len(before) + len(with_answer) - at
     return None
 
 
-def rendered(held: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Convert a conversation to text by a chat template of the tokenizer ``held``. Templates raise any exception.
+def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """Convert a conversation to text by a chat template of ``tokenizer``. Templates raise any exception.
 
     A MemoryError, TimeoutError or ValueError means that the template exceeded the limits.
     """
     with bounded():
-        text = held.apply_chat_template(messages, tokenize=False, **options)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(
             f"it makes {len(text):,} characters of one conversation, at most {_MOST_CHARACTERS:,} are read"
@@ -151,13 +151,13 @@ class Chat:
         for message in value:
             if not isinstance(message, Mapping):
                 raise self._wrong(place, "every message has a role and a content")
-            held = {key: held for key, held in message.items() if held is not None}
-            if "from" in held and "value" in message:
-                held = {"role": _SPEAKERS.get(str(held["from"]), held["from"]), "content": held.get("value")}
-            is_said = held.get("content") is not None or held.keys() & {"tool_calls", "function_call"}
-            if not isinstance(held.get("role"), str) or not is_said:
+            fields = {key: value for key, value in message.items() if value is not None}
+            if "from" in fields and "value" in message:
+                fields = {"role": _SPEAKERS.get(str(fields["from"]), fields["from"]), "content": fields.get("value")}
+            is_said = fields.get("content") is not None or fields.keys() & {"tool_calls", "function_call"}
+            if not isinstance(fields.get("role"), str) or not is_said:
                 raise self._wrong(place, "every message has a role and a content, or an assistant's tool_calls")
-            found.append(held)
+            found.append(fields)
         if not found:
             raise self._wrong(place, "a conversation has messages")
         return found
@@ -204,10 +204,10 @@ class Chat:
     def _apply(self, place: str, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
         if not messages:
             return ""
-        given = {"tools": tools, "chat_template": self.template}
+        settings = {"tools": tools, "chat_template": self.template}
         try:
-            text = rendered(self.held, messages, **given, add_generation_prompt="add_generation_prompt" in options)
-            return self.held.apply_chat_template(messages, **given, **options) if "return_dict" in options else text
+            text = rendered(self.held, messages, **settings, add_generation_prompt="add_generation_prompt" in options)
+            return self.held.apply_chat_template(messages, **settings, **options) if "return_dict" in options else text
         except Exception as error:  # noqa: BLE001  a template may raise anything
             raise self._wrong(place, f"the chat template takes it ({first_line(error)})") from None
 

@@ -167,8 +167,8 @@ class Examples:
 
     def split(self, held_out: float | None) -> tuple[Examples, Examples]:
         """Split off the last ``held_out`` of the examples, at least one if there are two; ``None`` splits off none."""
-        held = 0 if held_out is None else max(int(len(self) * held_out), min(1, len(self) // 2))
-        train = len(self) - held
+        num_held_out = 0 if held_out is None else max(int(len(self) * held_out), min(1, len(self) // 2))
+        train = len(self) - num_held_out
         return Examples(self.ids[:train], self.spans[:train]), Examples(self.ids[train:], self.spans[train:])
 
     def documents(self) -> list[np.ndarray]:

@@ -280,13 +280,13 @@ def given_data(
         part = GivenSamples(data if is_indexed(data) else IterableSampler(data=data), collate, 2 * seed, workers)
     if is_loader(held_out):
         return Data(part, GivenBatches(LoaderSampler(data=held_out, draws=2 * seed + 1), collate))
-    held = held_out if held_out is None or is_indexed(held_out) else list(itertools.islice(held_out, num_held_out))
-    if held is not None and len(held) < least:
+    eval_data = held_out if held_out is None or is_indexed(held_out) else list(itertools.islice(held_out, num_held_out))
+    if eval_data is not None and len(eval_data) < least:
         raise DataError(
-            f"TrainSpec(eval_data=...) has {len(held)} samples, {least} are needed at once.\n"
+            f"TrainSpec(eval_data=...) has {len(eval_data)} samples, {least} are needed at once.\n"
             "  Give it more, or lower train.micro_batch_size."
         )
-    return Data(part, GivenSamples(held or [], collate, 2 * seed + 1, workers))
+    return Data(part, GivenSamples(eval_data or [], collate, 2 * seed + 1, workers))
 
 
 def _as_tensors(data: Any) -> Any:

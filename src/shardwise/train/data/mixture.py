@@ -110,8 +110,8 @@ class MixedSamples:
 
     def shares(self, indices: Sequence[int]) -> dict[str, tuple[float, float]]:
         """Return for each source, as ``share_NAME``, its number of these samples and the number of all."""
-        taken = [self.place(index)[0] for index in indices]
-        return {f"share_{name}": (taken.count(source), len(taken)) for source, name in enumerate(self.names)}
+        sources = [self.place(index)[0] for index in indices]
+        return {f"share_{name}": (sources.count(source), len(sources)) for source, name in enumerate(self.names)}
 
 
 def mixed(

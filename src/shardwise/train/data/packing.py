@@ -79,9 +79,9 @@ def pack(examples: Examples, seq_len: int, *, packs: bool) -> PackedRows:
     Takes about 2 s for a million examples. The result is the same in every process.
     """
     lengths, targets = examples.lengths(), examples.num_targets(seq_len)
-    kept = np.flatnonzero(targets > 0)
-    held = np.minimum(lengths, seq_len)
-    rows = _best_fit(kept[np.argsort(-held[kept], kind="stable")], held, seq_len) if packs else [[i] for i in kept]
+    used = np.flatnonzero(targets > 0)
+    sizes = np.minimum(lengths, seq_len)
+    rows = _best_fit(used[np.argsort(-sizes[used], kind="stable")], sizes, seq_len) if packs else [[i] for i in used]
     order = np.array([number for row in rows for number in row], np.int64)
     ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
     return PackedRows(
@@ -90,9 +90,9 @@ def pack(examples: Examples, seq_len: int, *, packs: bool) -> PackedRows:
         order,
         ends,
         np.array([targets[row].sum() for row in rows], np.int64),
-        int(held[kept].sum()),
-        int((lengths[kept] > seq_len).sum()),
-        len(lengths) - len(kept),
+        int(sizes[used].sum()),
+        int((lengths[used] > seq_len).sum()),
+        len(lengths) - len(used),
         has_positions=packs,
     )
 

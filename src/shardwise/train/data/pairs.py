@@ -47,7 +47,7 @@ class Pairs:
         else:
             targets = [[self._label(place, row.get(self.target))] for place, row in rows]
         pairs = zip(inputs, targets, strict=True)
-        return [Example([*given, *wanted], [(len(given), len(given) + len(wanted))]) for given, wanted in pairs]
+        return [Example([*prompt, *target], [(len(prompt), len(prompt) + len(target))]) for prompt, target in pairs]
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         return self.held(list(texts), add_special_tokens=True, verbose=False, padding=False)["input_ids"]
@@ -90,9 +90,9 @@ class PairRows:
             if not 0 <= index < self.num_samples:
                 raise IndexError(index)
             ids, ((begin, end),) = self.examples.read(index)
-            given, wanted = ids[:begin][: self.seq_len], ids[begin:end][: self.seq_len]
-            inputs[row, : len(given)], mask[row, : len(given)] = given, 1
-            targets[row, : len(wanted)] = wanted
+            prompt, target = ids[:begin][: self.seq_len], ids[begin:end][: self.seq_len]
+            inputs[row, : len(prompt)], mask[row, : len(prompt)] = prompt, 1
+            targets[row, : len(target)] = target
         return Rows(inputs, targets[:, 0] if self.is_label else targets, None, mask)
 
 

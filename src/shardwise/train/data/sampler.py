@@ -248,16 +248,16 @@ class DistributedSampler:
         """
         places, size = self._places, self.num_replicas
         left = len(places) * size if self.drop_last else self.num_samples - self._start
-        given = self._num_given * size
+        num_given = self._num_given * size
         if consumed is None:
-            consumed = given
+            consumed = num_given
         else:
             is_whole = self._num_given == len(places)  # the last batch may be smaller, by an unknown number
-            if consumed < 0 or (consumed > given and not is_whole) or (consumed % size and consumed < left):
+            if consumed < 0 or (consumed > num_given and not is_whole) or (consumed % size and consumed < left):
                 raise ConfigError(
                     f"DistributedSampler.state_dict(consumed={consumed}): expected the samples that all {size} ranks"
                     f" together have trained with since this epoch began or was resumed, a multiple of {size}, and at"
-                    f" most the {min(given, left)} that this sampler has given.\n"
+                    f" most the {min(num_given, left)} that this sampler has given.\n"
                     "  Call state_dict(consumed=step * batch_size * sw.data_parallel_size(model)), where step counts"
                     " the batches of this loop over the loader."
                 )

@@ -187,8 +187,8 @@ def open_data(
 
 def split_point(num_tokens: int, held_out: float, seq_len: int) -> int:
     """Return the number of tokens for training; the rest, at least one sample if there are two, is held out."""
-    held = max(int(num_tokens * held_out), min(seq_len + 1, num_tokens // 2))
-    return num_tokens - held
+    num_held_out = max(int(num_tokens * held_out), min(seq_len + 1, num_tokens // 2))
+    return num_tokens - num_held_out
 
 
 def check_size(source: Source, data: Data, *, seq_len: int, needed: int, needed_held_out: int = 1) -> None:

@@ -124,10 +124,10 @@ class Source:
         """Return the files to read before training, each with its tokens and the maximum bytes to read."""
         if self.content or self.parts:
             return []
-        held = _spaced(list(zip(self.files, self.lengths, strict=True)))
-        whole = sum(file.stat().st_size for file, _ in held) <= LOOKED_AT_BYTES
-        most = LOOKED_AT_BYTES if whole else LOOKED_AT_BYTES // len(held)
-        return [(file, length, most) for file, length in held]
+        chosen = _spaced(list(zip(self.files, self.lengths, strict=True)))
+        whole = sum(file.stat().st_size for file, _ in chosen) <= LOOKED_AT_BYTES
+        most = LOOKED_AT_BYTES if whole else LOOKED_AT_BYTES // len(chosen)
+        return [(file, length, most) for file, length in chosen]
 
 
 class RemoteFile(str):
@@ -289,15 +289,15 @@ def _tokens(name: str, files: Sequence[Path], looked_at: Sequence[Path], max_byt
 
 
 def _text(name: str, files: Iterable[Path], limit: int | None) -> Source:
-    taken: dict[Path, int] = {}
+    file_sizes: dict[Path, int] = {}
     left = limit or sys.maxsize
     for file in files:
         if left and (size := min(file.stat().st_size, left)):
-            taken[file] = size
+            file_sizes[file] = size
             left -= size
-    if not taken:
+    if not file_sizes:
         raise DataError(f"{name}: the text is empty.\n  Name a source with text in it.")
-    return Source(name, "text", tuple(taken), tuple(taken.values()), BYTE_VOCAB)
+    return Source(name, "text", tuple(file_sizes), tuple(file_sizes.values()), BYTE_VOCAB)
 
 
 def _find_files(name: str) -> list[Path]:

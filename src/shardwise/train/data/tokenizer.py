@@ -57,10 +57,10 @@ def byte_tokenizer() -> Any:
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(BYTE_VOCAB) if byte not in visible]
     vocab = {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-    held = Held(models.BPE(vocab, merges=[]))
-    held.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    held.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=held, clean_up_tokenization_spaces=False)
+    tokenizer = Held(models.BPE(vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
 class OfFolder:
@@ -75,16 +75,16 @@ class OfFolder:
             ) from None
         _check_links(folder)
         try:
-            held: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            hf_tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError, ImportError, RecursionError) as error:
             raise ConfigError(
                 f"{printable(folder)} has no tokenizer that can be loaded: {first_line(error)}\n"
                 "  Name a folder with a tokenizer.json; for `generate`, ids can be given: --tokens '12 7 9'."
             ) from None
-        self.folder, self.held, end = folder, held, held.eos_token_id
+        self.folder, self.held, end = folder, hf_tokenizer, hf_tokenizer.eos_token_id
         own = () if end is None else (end,)
         self.ends: tuple[int, ...] = (*own, *(token for token in _further_ends(folder) if token not in own))
-        self.vocab_size = 1 + max(held.get_vocab().values(), default=-1)
+        self.vocab_size = 1 + max(hf_tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
         """Return a prompt's ids, with the tokenizer's special tokens."""

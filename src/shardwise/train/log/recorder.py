@@ -30,8 +30,8 @@ class MetricsFile:
         """Open the file; drop an earlier run's records after step ``keep_steps``, because these steps are repeated."""
         self.path = path
         with self._refusals():
-            kept = [line for line in _lines(path) if _step(line) <= keep_steps]
-            replace(path, "".join(f"{line}\n" for line in kept))
+            lines = [line for line in _lines(path) if _step(line) <= keep_steps]
+            replace(path, "".join(f"{line}\n" for line in lines))
             self._file: TextIO = path.open("a", buffering=1)
 
     def write(self, record: Record) -> None:

@@ -104,7 +104,7 @@ class Report:
     @property
     def predicted_total(self) -> int:
         """Predicted bytes of the tensors that are measured: on CUDA only those on the device."""
-        return sum(held for name, held in self.predicted_bytes.items() if name != "host" or self.device.type == "cpu")
+        return sum(count for name, count in self.predicted_bytes.items() if name != "host" or self.device.type == "cpu")
 
     @property
     def predicted_peak(self) -> int | None:
@@ -173,18 +173,18 @@ class Report:
         return {}
 
     def write_memory(
-        self, step: int, history: Sequence[tuple[float, int]], held: Mapping[str, int], by_unit: Mapping[str, int]
+        self, step: int, history: Sequence[tuple[float, int]], held_bytes: Mapping[str, int], by_unit: Mapping[str, int]
     ) -> None:
         """Write memory.json: this rank's tensor bytes over one step, at its end, and at its peak by unit."""
         begin = history[0][0]
-        points = thin([moment - begin for moment, _ in history], [held for _, held in history], columns=150)
-        kept = [point for point in points if point is not None]
+        points = thin([moment - begin for moment, _ in history], [count for _, count in history], columns=150)
+        drawn = [point for point in points if point is not None]
         values = {
             "step": step,
-            "held_bytes": dict(held),
+            "held_bytes": dict(held_bytes),
             "peak_by_unit": dict(sorted(by_unit.items(), key=lambda item: -item[1])),
-            "seconds": [round(moment, 6) for moment, _ in kept],
-            "bytes": [int(count) for _, count in kept],
+            "seconds": [round(moment, 6) for moment, _ in drawn],
+            "bytes": [int(count) for _, count in drawn],
         }
         with contextlib.suppress(StorageError):
             replace_json(self.directory / MEMORY, values)
@@ -205,7 +205,7 @@ class Report:
             fall = 100 * (done.eval_loss_first - done.eval_loss_final) / abs(done.eval_loss_first)
             losses = f"{done.eval_loss_first:.4f} -> {done.eval_loss_final:.4f}"
             progress.say(f"held-out loss {losses} ({abs(fall):.0f}% {'lower' if fall >= 0 else 'higher'})")
-        names = ", ".join(f"{name} {size(held)}" for name, held in self.predicted_bytes.items() if held)
+        names = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in self.predicted_bytes.items() if num_bytes)
         total = self.predicted_total
         ratio = f"{peak_bytes / total:.2f} of the prediction" if total and peak_bytes else ""
         if self.predicted_peak is None and total:
@@ -216,7 +216,7 @@ class Report:
         progress.say(f"  measured   {size(peak_bytes) if peak_bytes else 'n/a':>9}  {ratio}".rstrip())
         largest = sorted(speed.peak_by_unit.items(), key=lambda item: -item[1])[:_LARGEST]
         if largest:
-            names = ", ".join(f"{name} {size(held)}" for name, held in largest if held)
+            names = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in largest if num_bytes)
             progress.say(f"  largest at the peak, by what made it: {names}")
         self._say_time(progress, speed)
 
@@ -248,15 +248,15 @@ def owned_units(model: nn.Module, mesh: Mesh, control: Control) -> list[dict[str
             unit.name,
             unit.type_name,
             sum(math.prod(shape) for group in unit.groups for _, shape, _ in group.parameters),
-            sum(held for group in unit.groups for _, _, held in group.parameters),
+            sum(num_owned for group in unit.groups for _, _, num_owned in group.parameters),
         )
         for unit in sw.summary(model).units
     ]
     found: dict[str, dict[str, Any]] = {}
     for rank, units in enumerate(control.all_json(mine)):
         stage = mesh.coordinate(rank)["pp"]
-        for name, kind, numel, held in units:
+        for name, kind, numel, num_owned in units:
             shown = f"{name}, stage {stage}" if mesh.pp > 1 and name == "root" else name
             new = {"name": shown, "class": kind, "numel": numel, "owned": [0] * control.size}
-            found.setdefault(shown, new)["owned"][rank] = held
+            found.setdefault(shown, new)["owned"][rank] = num_owned
     return list(found.values())

@@ -260,26 +260,26 @@ def parameter_groups(section: OptimizerSection, model: nn.Module) -> list[dict[s
     return [group for group in groups if group["params"]]
 
 
-def num_states(section: OptimizerSection, given: OptimizerFactory) -> float:
+def num_states(section: OptimizerSection, factory: OptimizerFactory) -> float:
     """Return the state tensors per matrix of a spec's optimizer, measured in a step of a small one; 2 if that fails."""
     matrix, vector = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))
     matrix.grad, vector.grad = torch.zeros(64, 64), torch.zeros(64)
     try:
-        made = build_optimizer(section, [{"params": [matrix]}, {"params": [vector], "weight_decay": 0.0}], given)
+        made = build_optimizer(section, [{"params": [matrix]}, {"params": [vector], "weight_decay": 0.0}], factory)
         made.step()
     except Exception:  # noqa: BLE001 - the user's code may need more than this
         return 2
-    held = [each for each in tree_leaves(made.state[matrix]) if isinstance(each, Tensor) and each.dim()]
-    return sum(each.nbytes for each in held) / matrix.nbytes
+    states = [each for each in tree_leaves(made.state[matrix]) if isinstance(each, Tensor) and each.dim()]
+    return sum(each.nbytes for each in states) / matrix.nbytes
 
 
 def build_optimizer(
-    section: OptimizerSection, groups: Iterable[Any], given: OptimizerFactory | None = None
+    section: OptimizerSection, groups: Iterable[Any], factory: OptimizerFactory | None = None
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over :func:`parameter_groups`: with ``given``, else by the section's name."""
+    """Build the optimizer over :func:`parameter_groups`: with ``factory``, else by the section's name."""
     decay = section.weight_decay
-    if given is not None:
-        made = given([{"weight_decay": decay, **group} for group in groups], section.lr)
+    if factory is not None:
+        made = factory([{"weight_decay": decay, **group} for group in groups], section.lr)
         for group in made.param_groups:
             group.setdefault(PEAK, float(group["lr"]))
         return made
@@ -329,10 +329,10 @@ def to_tensors(
     part: Samples, samples: Sequence[int], device: torch.device, num_targets: float | None = None
 ) -> TokenBatch:
     """Return a microbatch of samples on ``device``."""
-    held = [None if rows is None else torch.from_numpy(rows) for rows in part.rows(samples)]
+    tensors = [None if rows is None else torch.from_numpy(rows) for rows in part.rows(samples)]
     if device.type == "cuda":
-        held = [None if rows is None else rows.pin_memory().to(device, non_blocking=True) for rows in held]
-    inputs_BT, targets_BT, positions_BT, mask_BT = (None if rows is None else rows.contiguous() for rows in held)
+        tensors = [None if rows is None else rows.pin_memory().to(device, non_blocking=True) for rows in tensors]
+    inputs_BT, targets_BT, positions_BT, mask_BT = (None if rows is None else rows.contiguous() for rows in tensors)
     assert inputs_BT is not None
     assert targets_BT is not None
     return TokenBatch(inputs_BT, targets_BT, positions_BT, num_targets, mask_BT)

@@ -140,13 +140,13 @@ def _config(peft: Any, section: LoraSection, base: Path) -> Any:
 
 def _draw(layer: Any) -> None:
     """Initialize a layer's adapter if it has no values, and convert it to fp32, as peft does for a base in 16 bit."""
-    held = [each[NAME] for each in (layer.lora_A, layer.lora_B) if NAME in each]
-    if any(parameter.is_meta for module in held for parameter in module.parameters()):
-        for module in held:
+    linears = [each[NAME] for each in (layer.lora_A, layer.lora_B) if NAME in each]
+    if any(parameter.is_meta for module in linears for parameter in module.parameters()):
+        for module in linears:
             module.to_empty(device="cpu")
             module.float()
         layer.reset_lora_parameters(NAME, init_lora_weights=True)
-    for module in held:
+    for module in linears:
         module.float()
 
 
@@ -155,12 +155,12 @@ def _read(peft: Any, model: nn.Module, folder: Path) -> None:
 
     path = folder / "adapter_model.safetensors"
     try:
-        held = load_file(path)
+        tensors = load_file(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{printable(path)} cannot be read: {error}.\n  Copy the folder again.") from None
-    held = {name.removeprefix("base_model.model."): value.float() for name, value in held.items()}
+    tensors = {name.removeprefix("base_model.model."): value.float() for name, value in tensors.items()}
     with torch.no_grad():
-        result = peft.set_peft_model_state_dict(model, held, adapter_name=NAME)
+        result = peft.set_peft_model_state_dict(model, tensors, adapter_name=NAME)
     missing = [name for name, _ in model.named_parameters() if f".{NAME}." in name and name in result.missing_keys]
     if missing or result.unexpected_keys:
         name = (missing or result.unexpected_keys)[0]

@@ -173,7 +173,7 @@ def _dtype(config: Any, files: WeightFiles | None) -> torch.dtype:
         named = getattr(torch, named.removeprefix("torch."), None)
     if isinstance(named, torch.dtype):
         return named
-    stored = (torch_dtype(held.dtype) for held in (files.tensors.values() if files is not None else ()))
+    stored = (torch_dtype(tensor.dtype) for tensor in (files.tensors.values() if files is not None else ()))
     return next((dtype for dtype in stored if dtype.is_floating_point), torch.float32)
 
 

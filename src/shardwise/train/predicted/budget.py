@@ -49,9 +49,9 @@ def check_budget(resolved: RunConfig, device: Device | None) -> None:
     needed = _needed(found, device)
     if needed <= device.memory_bytes:
         return
-    name, held = max(found.by_category.items(), key=lambda item: item[1])
-    if device.device_type == "cpu" and found.host_bytes > held:
-        name, held = "what is offloaded to the host", found.host_bytes
+    name, num_bytes = max(found.by_category.items(), key=lambda item: item[1])
+    if device.device_type == "cpu" and found.host_bytes > num_bytes:
+        name, num_bytes = "what is offloaded to the host", found.host_bytes
     show = gib if device.device_type == "cuda" else size
     what = "GPU" if device.device_type == "cuda" else "process"
     has = "has" if device.device_type == "cuda" else "can have"
@@ -61,7 +61,7 @@ def check_budget(resolved: RunConfig, device: Device | None) -> None:
     raise MemoryBudgetError(
         f"{shape.name} under {resolved.plan.strategy} on {ranks} rank{'s' if ranks != 1 else ''} needs"
         f" {show(needed)} on the fullest {what}, which {has} {show(device.memory_bytes)}; the largest part is {name}"
-        f" with {show(held)}.\n  {advice}\n"
+        f" with {show(num_bytes)}.\n  {advice}\n"
         "  `shardwise plan` ranks every plan; train.check_memory=false tries this one all the same."
     )
 

@@ -122,18 +122,18 @@ def predict(
     engine = engine_of(model, "predict")
     accumulation = resolved.batch.accumulation
     num_states = _state_bytes(resolved, engine, optimizer)
-    held = summary.predict(engine, optimizer_tensors=num_states, num_microbatches=accumulation).as_dict()
+    num_bytes = summary.predict(engine, optimizer_tensors=num_states, num_microbatches=accumulation).as_dict()
     if device.type == "cuda":
-        held["workspaces"] = 2 * _workspace_bytes(device)  # forward and backward run in different threads
+        num_bytes["workspaces"] = 2 * _workspace_bytes(device)  # forward and backward run in different threads
     if average is not None:
-        held["average"] = average.num_bytes - average.num_host_bytes
-        held["host"] += average.num_host_bytes
+        num_bytes["average"] = average.num_bytes - average.num_host_bytes
+        num_bytes["host"] += average.num_host_bytes
     try:
         if not resolved.plan.placements.is_threaded:
-            held |= _run_dry(resolved, control, device)
+            num_bytes |= _run_dry(resolved, control, device)
     except (ShardwiseError, RuntimeError, NotImplementedError, TypeError, AssertionError):
         pass  # a model that cannot run without values
-    return max(control.all_json(held), key=lambda rank_held: sum(rank_held.values()))
+    return max(control.all_json(num_bytes), key=lambda counts: sum(counts.values()))
 
 
 def _workspace_bytes(device: torch.device) -> int:
@@ -141,9 +141,9 @@ def _workspace_bytes(device: torch.device) -> int:
 
     Source: docs.nvidia.com/cuda/cublas, cublasSetWorkspace: 32 MiB from Hopper on; torch's own 4096:2:16:8 KiB before.
     """
-    told = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    if told:
-        return sum(int(kib) * int(count) for kib, count in told) << 10
+    sizes = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if sizes:
+        return sum(int(kib) * int(count) for kib, count in sizes) << 10
     return (32 << 20) if torch.cuda.get_device_capability(device) >= (9, 0) else (8 << 20) + (128 << 10)
 
 
@@ -155,8 +155,8 @@ def least_checkpoint_bytes(resolved: RunConfig, model: nn.Module, optimizer: tor
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
             if shard.requires_grad:
                 num_bytes = spec.numel * shard.dtype.itemsize
-                held = states(spec.name, spec.numel, shard.dtype.itemsize) if callable(states) else states * num_bytes
-                total += num_bytes + held
+                extra = states(spec.name, spec.numel, shard.dtype.itemsize) if callable(states) else states * num_bytes
+                total += num_bytes + extra
     return total
 
 

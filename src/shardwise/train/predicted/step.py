@@ -68,7 +68,7 @@ def _memory(resolved: RunConfig, device_type: str) -> dict[str, Any]:
     except (ShardwiseError, ArithmeticError, LookupError) as error:
         lines = printable(error, is_block=True).splitlines()
         return {"memory_reason": lines[0] if lines else "the planner does not know this model"}
-    return {"memory_timeline": [[name, dict(held)] for name, held in found.timeline]}
+    return {"memory_timeline": [[name, dict(num_bytes)] for name, num_bytes in found.timeline]}
 
 
 def _time(step: PredictedStep) -> dict[str, Any]:

@@ -77,15 +77,15 @@ def workload_of(resolved: RunConfig, shape: ModelShape) -> Workload:
     )
 
 
-def optimizer_of(section: OptimizerSection, given: OptimizerFactory | None = None) -> str:
+def optimizer_of(section: OptimizerSection, factory: OptimizerFactory | None = None) -> str:
     """Return the planner's name of the optimizer. The momentum of ``sgd`` is not 0 by default.
 
-    A spec's optimizer, ``given``, makes a trial step, and is mapped to the optimizer with about as much state.
+    A spec's optimizer, ``factory``, makes a trial step, and is mapped to the optimizer with about as much state.
     """
-    if given is not None:
+    if factory is not None:
         from shardwise.train.model.build import num_states
 
-        states = num_states(section, given)
+        states = num_states(section, factory)
         return "sgd" if not states else "adamw8bit" if states < 1 else "sgd-momentum" if states < 2 else "adamw"
     return "sgd-momentum" if section.name == "sgd" and section.momentum != 0 else section.name
 

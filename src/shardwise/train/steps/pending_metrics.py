@@ -202,8 +202,8 @@ class SlowRanks:
         if self._is_told or len(self._work_s) < 2:
             return None
         self._steps += num_steps
-        self._work_s = [held + new for held, new in zip(self._work_s, work_s, strict=True)]
-        self._data_s = [held + new for held, new in zip(self._data_s, data_s, strict=True)]
+        self._work_s = [total + new for total, new in zip(self._work_s, work_s, strict=True)]
+        self._data_s = [total + new for total, new in zip(self._data_s, data_s, strict=True)]
         if self._steps < COMPARED_STEPS:
             return None
         text = self._slowest()
@@ -214,7 +214,7 @@ class SlowRanks:
     def _slowest(self) -> str | None:
         slow = max(range(len(self._work_s)), key=self._work_s.__getitem__)
         own_s = self._work_s[slow]
-        median_s = statistics.median(held for rank, held in enumerate(self._work_s) if rank != slow)
+        median_s = statistics.median(seconds for rank, seconds in enumerate(self._work_s) if rank != slow)
         if own_s < SLOW_TIMES * median_s or own_s - median_s < SLOW_S * self._steps:
             return None
         times = f"{own_s / median_s:.1f}x slower than" if median_s > 0 else "the only one that works, beside"
