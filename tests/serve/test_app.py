@@ -19,7 +19,7 @@ from shardwise.serve.queue import Queue
 from shardwise.serve.scheduler import Scheduler
 from shardwise.serve.server import _listening, bind
 from shardwise.spec.errors import ConfigError
-from shardwise.train.data.tokenizer import Bytes, OfFolder
+from shardwise.train.data.tokenizer import ByteTokenizer, FolderTokenizer
 from tests.common.tokenizers import TEMPLATE, save_tokenizer
 
 SAID = "hello wörld!"
@@ -97,7 +97,7 @@ def make(monkeypatch):
     made = []
 
     def make_one(tokenizer=None, *, max_waiting=4, api_key=None, starts=True, most_connections=100):
-        hand = Hand(tokenizer or Bytes(), max_waiting, api_key, most_connections)
+        hand = Hand(tokenizer or ByteTokenizer(), max_waiting, api_key, most_connections)
         hand.listening.__enter__()
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{hand.port}/v1", api_key=api_key or "none", max_retries=0)
         made.append((hand, client))
@@ -170,7 +170,7 @@ def test_logprobs_and_echo_come_with_the_whole_answer(make):
 
 
 def test_chats_have_no_logprobs_and_no_echo(make, tmp_path):
-    _, client = make(OfFolder(save_tokenizer(tmp_path, template=TEMPLATE)), starts=False)
+    _, client = make(FolderTokenizer(save_tokenizer(tmp_path, template=TEMPLATE)), starts=False)
     for field in ("logprobs", "echo"):
         with pytest.raises(openai.BadRequestError, match=f"{field} is not supported by this server"):
             client.chat.completions.create(
@@ -179,7 +179,7 @@ def test_chats_have_no_logprobs_and_no_echo(make, tmp_path):
 
 
 def test_an_answer_that_ends_with_an_end_of_text_token_has_its_logprob(make, tmp_path):
-    tokenizer = OfFolder(save_tokenizer(tmp_path))
+    tokenizer = FolderTokenizer(save_tokenizer(tmp_path))
     hand, client = make(tokenizer)
     hand.says = [*tokenizer.encode("return x"), tokenizer.ends[0]]
     answer = complete(client, prompt="def number", max_tokens=13, logprobs=0).choices[0]
@@ -189,7 +189,7 @@ def test_an_answer_that_ends_with_an_end_of_text_token_has_its_logprob(make, tmp
 
 
 def test_chats_go_through_the_template_and_end_where_the_tokenizer_says(make, tmp_path):
-    tokenizer = OfFolder(save_tokenizer(tmp_path, template=TEMPLATE))
+    tokenizer = FolderTokenizer(save_tokenizer(tmp_path, template=TEMPLATE))
     hand, client = make(tokenizer)
     hand.says = [*tokenizer.encode(SAID), tokenizer.ends[0]]
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
@@ -198,7 +198,7 @@ def test_chats_go_through_the_template_and_end_where_the_tokenizer_says(make, tm
     assert whole.choices[0].message.role == "assistant"
     assert whole.choices[0].finish_reason == "stop"
     given = next(decision.new[0] for decision in hand.decisions if decision.new)
-    assert tokenizer.held.decode(given.prompt) == "<|user|>hi<end>\n<|assistant|>"
+    assert tokenizer.hf_tokenizer.decode(given.prompt) == "<|user|>hi<end>\n<|assistant|>"
     assert given.max_new_tokens == POSITIONS - len(given.prompt) + 1
     assert given.sampling.temperature == 1
     again = {**whole.choices[0].message.model_dump(), "content": "a"}  # its other fields are null
@@ -217,8 +217,8 @@ def test_chats_go_through_the_template_and_end_where_the_tokenizer_says(make, tm
 
 def test_a_tokenizer_without_a_template_is_told_for_chats(make, tmp_path):
     for tokenizer, message in [
-        (OfFolder(save_tokenizer(tmp_path)), r"no chat template, .* --chat-template FILE"),
-        (Bytes(), "the model's tokens are bytes"),
+        (FolderTokenizer(save_tokenizer(tmp_path)), r"no chat template, .* --chat-template FILE"),
+        (ByteTokenizer(), "the model's tokens are bytes"),
     ]:
         _, client = make(tokenizer)
         with pytest.raises(openai.BadRequestError, match=message):
@@ -361,7 +361,7 @@ def test_a_key_may_have_letters_of_any_language(make, as_sent):
     assert hand.request("GET", "/v1/models", Authorization="Bearer ключ".encode())[0].status == 200
 
 
-class Slow(Bytes):
+class Slow(ByteTokenizer):
     """Counts what it is given, and takes long texts when it is allowed to."""
 
     def __init__(self):
@@ -386,7 +386,7 @@ def test_a_text_that_cannot_fit_is_refused_by_its_beginning(make, tmp_path):
         assert caught.value.body["param"] == "prompt"
     assert tokenizer.num_given < 2000
     assert complete(client, prompt="x" * POSITIONS, max_tokens=1).choices[0].text == SAID[0]  # 64 fit
-    folder = OfFolder(save_tokenizer(tmp_path, template=TEMPLATE))
+    folder = FolderTokenizer(save_tokenizer(tmp_path, template=TEMPLATE))
     given, encode = [], folder.encode_pieces
     folder.encode_pieces = lambda texts: given.extend(texts) or encode(texts)
     _, client = make(folder)

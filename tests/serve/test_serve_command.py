@@ -92,9 +92,9 @@ def generated(folder):
 
 def texts_of_five(client, folder):
     """One prompt streamed while four others are asked for; the texts, and how many pieces the stream had."""
-    from shardwise.train.data.tokenizer import OfFolder
+    from shardwise.train.data.tokenizer import FolderTokenizer
 
-    rows = [OfFolder(folder).encode(prompt) for prompt in PROMPTS]
+    rows = [FolderTokenizer(folder).encode(prompt) for prompt in PROMPTS]
     found = [None] * len(rows)
 
     def whole(index):

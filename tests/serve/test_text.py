@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from shardwise.serve.text import Text
-from shardwise.train.data.tokenizer import Bytes, OfFolder
+from shardwise.train.data.tokenizer import ByteTokenizer, FolderTokenizer
 from tests.common.tokenizers import save_tokenizer
 
 WORDS = "naïve — 你好 🙂 end"
@@ -19,22 +19,22 @@ def pieces(text, ids):
 
 def test_pieces_of_bytes_are_whole_characters_and_join_to_the_text():
     ids = list(WORDS.encode())
-    found = pieces(Text(Bytes(), [65]), ids)
+    found = pieces(Text(ByteTokenizer(), [65]), ids)
     assert "".join(found) == WORDS
     assert all("\ufffd" not in piece for piece in found)
-    cut = pieces(Text(Bytes(), []), ids[:3])
+    cut = pieces(Text(ByteTokenizer(), []), ids[:3])
     assert "".join(cut) == "na\ufffd"  # the answer ends inside a character
 
 
 def test_pieces_of_a_tokenizer_join_to_what_it_says_of_all_tokens(tmp_path):
-    tokenizer = OfFolder(save_tokenizer(tmp_path))
+    tokenizer = FolderTokenizer(save_tokenizer(tmp_path))
     for prompt, said in itertools.product(["def", "One"], [WORDS, " number_1(x):\n  return", "x"]):
         begin, ids = tokenizer.encode(prompt), tokenizer.encode(said)
         assert "".join(pieces(Text(tokenizer, begin), ids)) == tokenizer.decode([*begin, *ids])[len(prompt) :]
 
 
 def test_bytes_that_never_become_a_character_are_given_in_the_end():
-    text = Text(Bytes(), [])
+    text = Text(ByteTokenizer(), [])
     found = [text.add(0x80) for _ in range(40)]
     assert 20 < len("".join(found)) <= 40
     assert "".join(found) + text.end() == "\ufffd" * 40
@@ -52,7 +52,7 @@ def test_bytes_that_never_become_a_character_are_given_in_the_end():
 )
 def test_an_answer_ends_before_the_first_stop_string_wherever_tokens_end(stops, expected):
     said = "one two three four"
-    text = Text(Bytes(), [], stops)
+    text = Text(ByteTokenizer(), [], stops)
     found = ""
     for token in said.encode():
         found += text.add(token)

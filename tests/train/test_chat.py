@@ -21,7 +21,7 @@ from shardwise.train.data.packing import pack
 from shardwise.train.data.records import Example
 from shardwise.train.data.samples import Part
 from shardwise.train.data.token_files import DataError
-from shardwise.train.data.tokenizer import OfFolder
+from shardwise.train.data.tokenizer import FolderTokenizer
 from tests.common.tokenizers import MARKED, TEMPLATE, save_model, save_tokenizer
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
@@ -63,7 +63,7 @@ def resolved(source: Path, folder: Path, *settings: str) -> RunConfig:
 
 def learned(run: RunConfig, folder: Path) -> list[str]:
     """The text of each stretch of learned tokens of the first training sample."""
-    rows, tokenizer = data_of(run).train.rows([0]), OfFolder(folder).held
+    rows, tokenizer = data_of(run).train.rows([0]), FolderTokenizer(folder).hf_tokenizer
     where = rows.targets[0] != -100
     edges = np.flatnonzero(np.diff(where.astype(int), prepend=0, append=0)).tolist()
     return [tokenizer.decode(rows.targets[0][first:last]) for first, last in zip(edges[::2], edges[1::2], strict=True)]
@@ -120,8 +120,8 @@ def test_texts_of_a_data_set_are_a_stream_of_documents(folder: Path, tmp_path: P
     run = resolved(source, folder, "data.seq_len=16", "data.separate_documents=true")
     assert run.source.kind == "tokens"
     rows = data_of(run).train.rows([0, 1])
-    tokenizer = OfFolder(folder)
-    assert tokenizer.held.decode(rows.inputs.ravel()).startswith("def number_1<end>One hundred<end>na")
+    tokenizer = FolderTokenizer(folder)
+    assert tokenizer.hf_tokenizer.decode(rows.inputs.ravel()).startswith("def number_1<end>One hundred<end>na")
     for inputs, positions in zip(rows.inputs, rows.positions, strict=True):
         begins = np.flatnonzero(inputs[:-1] == tokenizer.ends[0]) + 1
         assert np.flatnonzero(positions == 0).tolist() == [0, *begins]

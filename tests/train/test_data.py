@@ -24,7 +24,7 @@ from shardwise.train.data.token_files import (
     read_header,
     write_tokens,
 )
-from shardwise.train.data.tokenizer import Bytes
+from shardwise.train.data.tokenizer import ByteTokenizer
 from tests.common.tokenizers import ids_of
 
 
@@ -111,7 +111,7 @@ def test_token_files_round_trip_in_the_smallest_dtype(tmp_path: Path, vocab_size
 
 def test_tokenizing_text_gives_the_same_samples(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("héllo wörld, again and again")
-    write_tokens(tmp_path / "a.tokens", ids_of(find_source(str(tmp_path / "a.txt")), Bytes()), vocab_size=256)
+    write_tokens(tmp_path / "a.tokens", ids_of(find_source(str(tmp_path / "a.txt")), ByteTokenizer()), vocab_size=256)
     text, tokens = data(tmp_path / "a.txt"), data(tmp_path / "a.tokens")
     assert text.train.num_samples == tokens.train.num_samples
     assert all((text.train.sample(i) == tokens.train.sample(i)).all() for i in range(text.train.num_samples))

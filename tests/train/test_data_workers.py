@@ -13,7 +13,7 @@ RANK = """
 import multiprocessing
 import subprocess
 from torch.utils.data import DataLoader
-from shardwise.train.data.workers import obey_this_rank
+from shardwise.train.data.workers import exit_with_this_rank
 
 class Programs:
     def __len__(self):
@@ -29,8 +29,8 @@ def begin(worker):
 
 if __name__ == "__main__":
     loader = DataLoader(Programs(), num_workers=1, worker_init_fn=begin, multiprocessing_context={context!r})
-    obey_this_rank(loader)
-    obey_this_rank(loader)
+    exit_with_this_rank(loader)
+    exit_with_this_rank(loader)
     items = iter(loader)
     print(next(items).tolist())
     for worker in multiprocessing.active_children():

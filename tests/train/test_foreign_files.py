@@ -17,7 +17,7 @@ from shardwise.train.data import records
 from shardwise.train.data.chat import Chat
 from shardwise.train.data.source import find_source
 from shardwise.train.data.token_files import DataError
-from shardwise.train.data.tokenizer import OfFolder
+from shardwise.train.data.tokenizer import FolderTokenizer
 from tests.common.tokenizers import TEMPLATE, save_tokenizer
 
 pytest.importorskip("datasets", reason="the hf extra is not installed")
@@ -99,10 +99,10 @@ def test_a_chat_template_that_never_ends_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, reason: str
 ) -> None:
     monkeypatch.setattr("shardwise.spec.bound._WORK_S", 2.0)
-    folder = OfFolder(save_tokenizer(tmp_path, template=TEMPLATE))
+    folder = FolderTokenizer(save_tokenizer(tmp_path, template=TEMPLATE))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(DataError, match=rf"a.jsonl:1 cannot be used: .*\({reason}"):
-        Chat(folder.held, "messages", "all", template).encode([("a.jsonl:1", {"messages": messages})])
+        Chat(folder.hf_tokenizer, "messages", "all", template).encode([("a.jsonl:1", {"messages": messages})])
     with pytest.raises((MemoryError, TimeoutError, ValueError)):
         folder.encode_chat(messages, template)
     assert folder.encode_chat(messages, None) == folder.encode("<|user|>a<end>\n<|assistant|>b<end>\n<|assistant|>")
@@ -114,25 +114,25 @@ def test_a_chat_template_that_is_a_link_to_somewhere_else_is_refused(tmp_path: P
     blob.parent.mkdir()
     (folder / "chat_template.jinja").replace(blob)
     (folder / "chat_template.jinja").symlink_to(blob)
-    assert OfFolder(folder).held.chat_template == TEMPLATE
+    assert FolderTokenizer(folder).hf_tokenizer.chat_template == TEMPLATE
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.jinja").symlink_to("/etc/hostname")
     with pytest.raises(
         ConfigError, match=r"chat_template.jinja is a link to /etc/hostname, outside(?s:.)*Copy the file"
     ):
-        OfFolder(folder)
+        FolderTokenizer(folder)
 
 
 def _tokenizer(folder: Path) -> None:
     save_tokenizer(folder)
     (folder / "tokenizer.json").write_text(DEEP)
-    OfFolder(folder)
+    FolderTokenizer(folder)
 
 
 def _tokenizer_config(folder: Path) -> None:
     save_tokenizer(folder)
     (folder / "tokenizer_config.json").write_text(DEEP)
-    OfFolder(folder)
+    FolderTokenizer(folder)
 
 
 def _header(folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
-from shardwise.train.data.tokenizer import OfFolder
+from shardwise.train.data.tokenizer import FolderTokenizer
 from shardwise.train.load import find_model, model_name
 from tests.common.tokenizers import save_tokenizer
 
@@ -59,6 +59,6 @@ def test_a_mixture_that_continues_texts_takes_no_loss_of_its_routers(tmp_path):
 def test_what_ends_an_answer_is_the_tokenizer_s_and_the_folder_s(tmp_path, named, further):
     folder = save_tokenizer(tmp_path)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
-    assert OfFolder(folder).ends == (0, *further)
+    assert FolderTokenizer(folder).ends == (0, *further)
     (folder / "generation_config.json").write_text("[")
-    assert OfFolder(folder).ends == (0,)
+    assert FolderTokenizer(folder).ends == (0,)

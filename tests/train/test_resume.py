@@ -92,7 +92,7 @@ def test_the_rate_decay_schedule_and_clipping_may_differ_where_asked_for_and_are
 def test_what_was_asked_for_is_known_from_the_command_line_only(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("optimizer: {lr: 1e-3}\ntrain: {steps: 3}\n")
     draft = read_config(tmp_path / "run.yaml", ["optimizer.lr=1e-4", "schedule={name: linear}", "log.every=2"])
-    assert draft.asked() == {"optimizer.lr", "schedule.name", "log.every"}
+    assert draft.overridden_keys() == {"optimizer.lr", "schedule.name", "log.every"}
 
 
 def test_everything_else_is_refused_in_a_table() -> None:

@@ -24,10 +24,10 @@ from shardwise.testing import run_on_ranks
 from shardwise.train.checkpoints import random_state
 from shardwise.train.config.resolve import data_of, resolve
 from shardwise.train.config.sections import read_config
-from shardwise.train.data.given import given_data, on_device
 from shardwise.train.data.sampler import Sampler
 from shardwise.train.data.source import is_indexed
 from shardwise.train.data.token_files import DataError
+from shardwise.train.data.user_data import on_device, open_user_data
 from shardwise.train.parity import compare_with_one_process
 from shardwise.train.spec import load_spec
 from tests.train import towers
@@ -372,13 +372,13 @@ def test_samples_of_known_kinds_are_read_as_what_they_are() -> None:
     assert not is_indexed(Sized())
     assert is_indexed([1])
     table = datasets.Dataset.from_dict({"x": [[1.0, 2.0], [3.0, 4.0]]})
-    batch = given_data(table, None, None, 1).train.batch([0, 1], torch.device("cpu"))  # type: ignore[attr-defined]
+    batch = open_user_data(table, None, None, 1).train.batch([0, 1], torch.device("cpu"))  # type: ignore[attr-defined]
     assert batch["x"].tolist() == [[1.0, 2.0], [3.0, 4.0]]
     encoded = UserDict(x=torch.zeros(2))  # as a BatchEncoding is one
     assert on_device(encoded, torch.device("meta"))["x"].is_meta
     assert not sw.TrainSpec(data=np.zeros((4, 2))).is_empty
     with pytest.raises(DataError, match=r"eval_data=...\) has 3 samples, 4 are needed at once"):
-        given_data([1] * 9, Numbers3(), None, 8, least=4)
+        open_user_data([1] * 9, Numbers3(), None, 8, least=4)
 
 
 class Numbers3:

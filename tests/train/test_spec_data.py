@@ -23,8 +23,8 @@ from shardwise.spec.errors import ConfigError
 from shardwise.testing import run_on_ranks
 from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import read_config
-from shardwise.train.data.given import GivenSamples
 from shardwise.train.data.sampler import Sampler
+from shardwise.train.data.user_data import UserSamples
 from tests.train.job import processes_of
 from tests.train.test_spec import train
 from tests.train.train_here import metrics, sets
@@ -147,7 +147,7 @@ def drawn(readers: int, micro: int, workers: int = 0, position: int = 0) -> Tens
     made = []
     for reader in range(readers):
         order = Sampler(24, 5, micro, 8 // micro // readers, reader, readers, position)
-        data = GivenSamples(Noisy(), torch.utils.data.default_collate, seed=5, workers=workers)
+        data = UserSamples(Noisy(), torch.utils.data.default_collate, seed=5, workers=workers)
         batches = data.microbatches(order.upcoming(), CPU)
         steps = [torch.cat([next(batches)[0] for _ in range(order.accumulation)]) for _ in range(3)]
         made.append(torch.stack(steps))

@@ -25,7 +25,7 @@ from shardwise.train.data.sampler import Permutation
 from shardwise.train.data.source import find_source
 from shardwise.train.data.stream import StreamRows, StreamSampler
 from shardwise.train.data.token_files import DataError
-from shardwise.train.data.tokenizer import OfFolder
+from shardwise.train.data.tokenizer import FolderTokenizer
 from tests.common.store import s3_server
 from tests.common.tokenizers import TEMPLATE, TEXT, save_model, save_tokenizer
 from tests.train.train_here import losses, sets, train_here
@@ -78,7 +78,7 @@ def taken(sampler: StreamSampler) -> list[tuple[int, ...]]:
 
 def test_an_epoch_has_every_sample_once_and_the_order_is_that_of_any_world(folder: Path) -> None:
     """The samples by hand: windows of whole files in the epoch's order, each cut into samples of 16."""
-    resolved, tokenizer = run("train.seed=5"), OfFolder(folder / "llama")
+    resolved, tokenizer = run("train.seed=5"), FolderTokenizer(folder / "llama")
     files = [Path(f"texts/{number}.txt") for number in range(7)]  # the last one is held out
     epochs = []
     for epoch in range(2):

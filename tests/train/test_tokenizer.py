@@ -22,7 +22,7 @@ from shardwise.train.data.examples import Examples, Texts, prepare
 from shardwise.train.data.records import Example, Placed
 from shardwise.train.data.source import Source, find_source, mixture_of
 from shardwise.train.data.token_files import DataError, map_tokens, read_header, write_tokens
-from shardwise.train.data.tokenizer import Bytes, OfFolder, find_tokenizer, has_tokenizer
+from shardwise.train.data.tokenizer import ByteTokenizer, FolderTokenizer, find_tokenizer, has_tokenizer
 from tests.common.tokenizers import TEXT, ids_of, save_model, save_tokenizer
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
@@ -54,12 +54,12 @@ def resolved(text: Path, *settings: str, said: list[str] | None = None) -> RunCo
 
 def test_a_folder_gives_its_ids_back_as_text_and_knows_its_size_and_end(folder: Path) -> None:
     found = find_tokenizer(str(folder))
-    assert isinstance(found, OfFolder)
+    assert isinstance(found, FolderTokenizer)
     assert found.decode(found.encode(TEXT)) == TEXT
     assert len(found.encode(TEXT)) < len(TEXT) / 2
     assert found.vocab_size == len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
     assert len(found.ends) == 1
-    assert isinstance(find_tokenizer("bytes"), Bytes)
+    assert isinstance(find_tokenizer("bytes"), ByteTokenizer)
     assert not has_tokenizer(folder.parent)
 
 
@@ -68,7 +68,7 @@ def test_pieces_of_a_text_give_the_tokens_of_the_whole(
     folder: Path, text: Path, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_BLOCK_BYTES", block)
-    found = OfFolder(folder)
+    found = FolderTokenizer(folder)
     ids = np.concatenate(list(ids_of(find_source(str(text)), found))).tolist()
     assert ids == [*found.encode(TEXT), *found.ends]
 
@@ -78,7 +78,7 @@ def test_every_file_is_a_document_and_what_is_not_utf8_is_named_by_line(folder: 
     texts.mkdir()
     (texts / "a.txt").write_text("one text")
     (texts / "b.txt").write_text("another text, cut in the middle of é")
-    found = OfFolder(folder)
+    found = FolderTokenizer(folder)
     ids = np.concatenate(list(ids_of(find_source(str(texts), max_bytes=8 + 36), found)))
     assert (ids == found.ends[0]).sum() == 2
     assert found.decode(ids.tolist()) == "one textanother text, cut in the middle of "
@@ -93,7 +93,7 @@ def test_text_is_tokenized_once_and_again_when_it_or_the_tokenizer_has_changed(f
     first = resolved(text, *settings, said=said)
     assert first.config.data.tokenizer == str(folder)
     assert (first.source.kind, first.source.name, first.source.vocab_size) == ("tokens", str(text), 300)
-    assert first.source.num_tokens == len(OfFolder(folder).encode(TEXT)) + 1
+    assert first.source.num_tokens == len(FolderTokenizer(folder).encode(TEXT)) + 1
     assert resolved(text, *settings, said=said).source == first.source
     assert len(said) == 1
     assert "tokenizing" in said[0]
@@ -137,7 +137,7 @@ def test_data_tokenize_writes_what_a_folder_s_tokenizer_makes_of_text(
     out = tmp_path / "out.tokens"
     assert main(["data", "tokenize", str(text), str(out), "--tokenizer", str(folder)]) == 0
     assert "vocabulary 300" in capsys.readouterr().out
-    found = OfFolder(folder)
+    found = FolderTokenizer(folder)
     assert map_tokens(out).tolist() == [*found.encode(TEXT), *found.ends]
     assert read_header(out).vocab_size == 300
     (tmp_path / "rows.jsonl").write_text('{"told": "one"}\n{"told": "two"}\n')
@@ -151,7 +151,7 @@ def test_data_tokenize_writes_what_a_folder_s_tokenizer_makes_of_text(
 
 
 def made_of(source: Path, column: str | None = None) -> Source:
-    return prepare(find_source(str(source)), Bytes(), [column], lambda _: Texts(Bytes(), column))
+    return prepare(find_source(str(source)), ByteTokenizer(), [column], lambda _: Texts(ByteTokenizer(), column))
 
 
 def prepared(source: Path, column: str | None = None) -> list[int]:
@@ -192,7 +192,7 @@ from pathlib import Path
 from shardwise.train.data.examples import Examples, Texts, prepare
 from shardwise.train.data.examples import Examples, Texts, prepare
 from shardwise.train.data.source import find_source
-from shardwise.train.data.tokenizer import Bytes
+from shardwise.train.data.tokenizer import ByteTokenizer
 import datasets
 
 class Slow(Texts):
@@ -205,7 +205,7 @@ class Slow(Texts):
 Path(sys.argv[1]).touch()
 while not (Path("0").exists() and Path("1").exists()):
     time.sleep(0.01)
-found = prepare(find_source("text.txt"), Bytes(), [], lambda _: Slow(Bytes(), None))
+found = prepare(find_source("text.txt"), ByteTokenizer(), [], lambda _: Slow(ByteTokenizer(), None))
 print(found.lengths)
 """
     words = [sys.executable, "-c", code]
@@ -243,11 +243,11 @@ def test_what_is_wrong_with_rows_is_not_said_of_the_cache(
     text = tmp_path / "text.txt"
     text.write_text("a")
     source = find_source(str(text))
-    form = Texts(Bytes(), None)
+    form = Texts(ByteTokenizer(), None)
     with pytest.raises(DataError, match=r"gone.txt cannot be read: .*No such file"):
         list(form.encode([("", {"file": tmp_path / "gone.txt", "begin": 0, "end": 1})]))
     with pytest.raises(ZeroDivisionError):
-        prepare(source, Bytes(), [], lambda _: Wrong(Bytes(), None))
+        prepare(source, ByteTokenizer(), [], lambda _: Wrong(ByteTokenizer(), None))
 
 
 class Wrong(Texts):
@@ -282,10 +282,10 @@ from shardwise.train.config.resolve import resolve
 from shardwise.train.data.examples import Examples, Texts, prepare
 from shardwise.train.data.samples import open_data
 from shardwise.train.data.source import find_source
-from shardwise.train.data.tokenizer import Bytes
+from shardwise.train.data.tokenizer import ByteTokenizer
 asked = {"seq_len": 8, "held_out": 0.1, "vocab_size": 256, "seed": 0}
 seen = []
-for find in (lambda: find_source("a.tokens"), lambda: prepare(find_source(sys.argv[1]), Bytes(), [None], None)):
+for find in (lambda: find_source("a.tokens"), lambda: prepare(find_source(sys.argv[1]), ByteTokenizer(), [None], None)):
     seen.append(open_data(find(), **asked).train.rows([3]).inputs.tolist())
     print([name for name in ("torch", "transformers", "datasets", "pyarrow") if name in sys.modules])
 assert seen[0] == seen[1]

@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.train.checkpoints.checkpoints import saved_config
-from shardwise.train.data.tokenizer import OfFolder
+from shardwise.train.data.tokenizer import FolderTokenizer
 from tests.common.tokenizers import TEXT, save_model, save_tokenizer
 from tests.train.chats import cache_here
 from tests.train.train_here import losses, sets, train_here
@@ -32,7 +32,7 @@ def test_a_folder_is_trained_and_continues_text_with_its_tokenizer(
     run, again = ("--run-dir", "run"), ("--run-dir", "run", "--resume", *sets("train.steps=14"))
     results = train_here(tmp_path, 2, run, again, config=CONFIG, before=cache_here)
     assert [code for code, _ in results] == [0, 0], results
-    tokens = len(OfFolder(tmp_path / "llama").encode(TEXT)) + 1
+    tokens = len(FolderTokenizer(tmp_path / "llama").encode(TEXT)) + 1
     assert f"data text.txt: {tokens:,} tokens in 1 files" in results[0][1]
     assert len(list((tmp_path / "cache" / "shardwise" / "data").rglob("*.arrow"))) == 1
     assert losses(tmp_path / "run")[-1] < 0.9 * losses(tmp_path / "run")[0]

@@ -88,10 +88,12 @@ def evaluate(
 
 def _tokenizer(trained: TrainedModel, *, is_chat: bool) -> tuple[Any, int | None]:
     """Return the model's tokenizer as one of transformers, and the token before each text if it has no BOS."""
-    from shardwise.train.data.tokenizer import OfFolder, byte_tokenizer
+    from shardwise.train.data.tokenizer import FolderTokenizer, byte_tokenizer
 
     tokenizer = trained.tokenizer()
-    held, prefix = (tokenizer.held, None) if isinstance(tokenizer, OfFolder) else (byte_tokenizer(), ord("\n"))
+    held, prefix = (
+        (tokenizer.hf_tokenizer, None) if isinstance(tokenizer, FolderTokenizer) else (byte_tokenizer(), ord("\n"))
+    )
     held.chat_template = trained.read_template() or held.chat_template
     if is_chat and not held.chat_template:
         raise ConfigError(

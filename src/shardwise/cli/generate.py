@@ -121,9 +121,9 @@ def _rows(asked: _Asked, trained: TrainedModel) -> tuple[list[list[int]], Tokeni
 
 def _conversations(texts: Sequence[str], tokenizer: Tokenizer, template: str | None) -> list[list[int]]:
     """Return the token ids of conversations with one message each, up to the beginning of the answer."""
-    from shardwise.train.data.tokenizer import OfFolder
+    from shardwise.train.data.tokenizer import FolderTokenizer
 
-    if not isinstance(tokenizer, OfFolder) or not (template or tokenizer.held.chat_template):
+    if not isinstance(tokenizer, FolderTokenizer) or not (template or tokenizer.hf_tokenizer.chat_template):
         raise ConfigError(
             "--chat: the model's tokenizer has no chat template, by which messages become text.\n"
             "  Leave --chat out, and write the whole text in --prompt."

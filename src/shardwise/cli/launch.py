@@ -81,7 +81,7 @@ def launch(
     _check_options(named[0], is_in_container=image is not None, cpu=cpu, time=time, volume=volume, gpu=gpu)
     settings = list(overrides or [])
     raw = read_config(config, settings)
-    if "grace_s" not in raw.given("train"):
+    if "grace_s" not in raw.given_keys("train"):
         settings.append(f"train.grace_s={GRACE_S}")
         raw = read_config(config, settings)
     num_nodes, each = machines(num_ranks_of(raw, gpus), gpus_per_node)

@@ -340,7 +340,7 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
     overrides = [] if spec is None else [f"spec={spec}"]
     raw = read_config(path, overrides, base=None if path is not None else {}, title="the spec's run")
     raw.raise_if_any()
-    config, train, parallel = raw.config, raw.given("train"), raw.given("parallel")
+    config, train, parallel = raw.config, raw.given_keys("train"), raw.given_keys("parallel")
     section = config.model
     stored = own = None
     model: dict[str, Any]
@@ -367,7 +367,7 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
         for name, meant in _TRAIN.items()
         if name in train and getattr(config.train, name)
     }
-    if "in_backward" in raw.given("optimizer"):
+    if "in_backward" in raw.given_keys("optimizer"):
         fixed["in_backward"] = config.optimizer.in_backward
     policy = PrecisionPolicy.parse(fixed["mp_policy"]).param_dtype if fixed.get("mp_policy") else None
     computed = policy or (stored if stored is not None and item_bytes(stored) == 2 else "fp32")

@@ -120,7 +120,7 @@ def _check(asked: _Asked, trained: TrainedModel, count: int) -> None:
 
 
 def _tokenizer(asked: _Asked, trained: TrainedModel) -> Tokenizer:
-    from shardwise.train.data.tokenizer import OfFolder
+    from shardwise.train.data.tokenizer import FolderTokenizer
 
     tokenizer, template = trained.tokenizer(), trained.read_template(asked.chat_template)
     if template is not None and not hasattr(tokenizer, "held"):
@@ -128,7 +128,7 @@ def _tokenizer(asked: _Asked, trained: TrainedModel) -> Tokenizer:
             "--chat-template: the model's tokens are bytes, and a template needs a Hugging Face folder's tokenizer.\n"
             "  Leave it out, and ask for completions."
         )
-    if isinstance(tokenizer, OfFolder) and (template or tokenizer.held.chat_template):
+    if isinstance(tokenizer, FolderTokenizer) and (template or tokenizer.hf_tokenizer.chat_template):
         try:  # in the main thread the template's limits of time and memory apply
             tokenizer.encode_chat([{"role": "user", "content": "a"}], template)
         except (MemoryError, TimeoutError) as error:

@@ -19,7 +19,7 @@ from shardwise.generation.sample import Sampling
 from shardwise.generation.score import Row, Score
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import printable
-from shardwise.train.data.tokenizer import OfFolder, Tokenizer
+from shardwise.train.data.tokenizer import FolderTokenizer, Tokenizer
 
 #: Unsupported fields, unless the type of request has them, and their values without effect.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -293,11 +293,11 @@ def _checked(kind: type[Any], body: Any, served: Served) -> Any:
 
 def _conversation(messages: Sequence[_Message], served: Served) -> list[int]:
     """Return a conversation, with the header of the next answer, as token ids."""
-    if not isinstance(served.tokenizer, OfFolder):
+    if not isinstance(served.tokenizer, FolderTokenizer):
         raise RequestError(
             "the model's tokens are bytes, which have no chat template: use /v1/completions", param="messages"
         )
-    if not (served.chat_template or served.tokenizer.held.chat_template):
+    if not (served.chat_template or served.tokenizer.hf_tokenizer.chat_template):
         raise RequestError(
             "the model's tokenizer has no chat template, by which conversations become text: use /v1/completions, or"
             " start the server with --chat-template FILE",

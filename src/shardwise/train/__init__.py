@@ -11,7 +11,7 @@ In the order of a run:
 ``folder``       a run's folder and its files; ``lock``: one process group per run; ``elastic``: restarted runs
 ``control``      communication between ranks outside of training steps
 ``model/``       ``build``: model, objective and optimizer; ``pretrained``: Hugging Face weights; ``lora``: adapters
-``data/``        from files to the samples of each rank's step, ``given``: a user's data; ``microbatches`` reads them
+``data/``        from files to the samples of a rank's step; ``user_data``: a spec's data; ``microbatches`` reads them
 ``loop``         everything around the steps, for the trainer and for ``sw.Run``
 ``trainer``      the trainer's steps; ``evaluation``: the held-out loss and metrics. ``run``: ``sw.Run``, for user loops
 ``steps/``       ``update``: clip and step; ``pending_metrics``: values that steps leave on the device; ``health``:

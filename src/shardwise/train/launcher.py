@@ -23,7 +23,7 @@ from shardwise.train.config.sections import RawConfig, read_config
 from shardwise.train.elastic import keep_batch
 from shardwise.train.lock import RunLock
 from shardwise.train.predicted.budget import check_budget, find_device
-from shardwise.train.spec import FILE_VARIABLE, TrainSpec, given_spec
+from shardwise.train.spec import FILE_VARIABLE, TrainSpec, spec_from_environment
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
@@ -122,7 +122,7 @@ def launch_training(
         from shardwise.train.checkpoints.checkpoints import check_config, find_checkpoint, is_empty, saved_config
 
         if resume not in folder.NEWEST or not is_empty(directory, to):
-            check_config(saved_config(find_checkpoint(directory, resume, to)), resolved.config, resolved.asked)
+            check_config(saved_config(find_checkpoint(directory, resume, to)), resolved.config, resolved.overridden)
     resolved.source.check(resolved.vocab_size)
     rehearse(resolved, num_ranks)
     check_budget(resolved, find_device(num_ranks))
@@ -221,7 +221,7 @@ def train_worker(
 
         adapted = keep_batch(raw, run_dir or folder.newest(raw.config.name), world)
         check_extras(adapted.config)
-        resolved = resolve(adapted, world.size, world.ranks_per_machine, spec=spec or given_spec())
+        resolved = resolve(adapted, world.size, world.ranks_per_machine, spec=spec or spec_from_environment())
         config = resolved.config
         if world.source != "launcher":  # the launcher has checked it
             check_budget(resolved, find_device(world.ranks_per_machine or 1))

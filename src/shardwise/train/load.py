@@ -19,7 +19,7 @@ from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import RawConfig, read_config
 from shardwise.train.data.source import BYTE_VOCAB, find_source
 from shardwise.train.data.token_files import DataError
-from shardwise.train.data.tokenizer import BYTES, Bytes, OfFolder, Tokenizer, find_tokenizer
+from shardwise.train.data.tokenizer import BYTES, ByteTokenizer, FolderTokenizer, Tokenizer, find_tokenizer
 from shardwise.train.task import NEXT
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class TrainedModel:
     def tokenizer(self) -> Tokenizer:
         """Return the folder's tokenizer, or the one of the run's training."""
         if self.folder is not None:
-            return OfFolder(self.folder)
+            return FolderTokenizer(self.folder)
         if self.tokens_by is not None and self.tokens_by != BYTES:
             return find_tokenizer(self.tokens_by)
         unknown = "tokens whose text is not known" if self.tokens_by is None else ""
@@ -97,7 +97,7 @@ class TrainedModel:
                 f"the run was trained on {unknown}.\n  Continue ids: shardwise generate --tokens '12 7 9'. A run whose"
                 " data.tokenizer names a folder decodes with it."
             )
-        return Bytes()
+        return ByteTokenizer()
 
     def check_average(self, *, is_asked: bool) -> str:
         """Refuse a request for averaged weights if there are none; return a hint if there are some but no request."""

@@ -11,8 +11,8 @@ import torch
 
 from shardwise.launch import heartbeat
 from shardwise.train.config.resolve import Batch
-from shardwise.train.data.given import GivenSamples
 from shardwise.train.data.rows import Samples
+from shardwise.train.data.user_data import UserSamples
 from shardwise.train.model.build import TokenBatch, to_tensors
 
 
@@ -31,7 +31,7 @@ class Microbatches:
 
         ``everyones`` are the ``count`` samples of all ranks, over whose targets the loss is averaged.
         """
-        if isinstance(part, GivenSamples):
+        if isinstance(part, UserSamples):
             return self.timed(part.microbatches([[(index, index) for index in each] for each in samples], self.device))
         learned = part.num_targets(everyones)
         share = None if learned is None else learned * self.batch.micro / count

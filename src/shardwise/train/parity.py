@@ -20,10 +20,10 @@ from shardwise.testing.parity import ParityReport
 from shardwise.train.checkpoints.random_state import seed_all
 from shardwise.train.config.resolve import RunConfig, data_of, resolve
 from shardwise.train.config.sections import RawConfig
-from shardwise.train.data.given import GivenSamples
 from shardwise.train.data.samples import Data
 from shardwise.train.data.source import is_indexed
 from shardwise.train.data.token_files import DataError
+from shardwise.train.data.user_data import UserSamples
 from shardwise.train.model.build import build_model, build_optimizer, objective_of, parameter_groups, to_tensors
 
 #: Fields about units, which do not apply if one process runs copies of the full model.
@@ -110,7 +110,7 @@ def compare_with_one_process(
         )
 
     def batch(step: int) -> Any:
-        if isinstance(data.train, GivenSamples):
+        if isinstance(data.train, UserSamples):
             return _checked(data.train.batch(range(step * size, (step + 1) * size), device), size)
         held = to_tensors(data.train, range(step * size, (step + 1) * size), device)
         inputs_BT = held.inputs

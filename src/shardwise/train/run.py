@@ -35,7 +35,7 @@ from shardwise.train.checkpoints.saved_state import of_reader, packed
 from shardwise.train.config.resolve import GPU_LOG_EVERY
 from shardwise.train.config.sections import Config, read_config
 from shardwise.train.control import differences
-from shardwise.train.data.workers import all_obey
+from shardwise.train.data.workers import workers_exit_with_this_rank
 from shardwise.train.log.report import Report
 from shardwise.train.loop import Loop, Parts
 from shardwise.train.predicted.step import PredictedStep
@@ -198,7 +198,7 @@ class Run:
             )
             run_session.control.check_same(self._shared(), "state of sampler and scheduler")
             stack.enter_context(loop.running())
-            stack.enter_context(all_obey())
+            stack.enter_context(workers_exit_with_this_rank())
             self._stack = stack.pop_all()
         return self
 

@@ -233,7 +233,7 @@ def _hash_of(module: ModuleType) -> str:
     return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def given_spec() -> TrainSpec | None:
+def spec_from_environment() -> TrainSpec | None:
     """Return the spec that ``sw.train`` left for this process, if it started this process."""
     file = os.environ.get(FILE_VARIABLE)
     return unpacked(Path(file).read_bytes()) if file else None

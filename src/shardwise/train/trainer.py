@@ -25,7 +25,6 @@ from shardwise.train.checkpoints import random_state
 from shardwise.train.checkpoints.checkpoints import check_config, resharded, saved_config
 from shardwise.train.checkpoints.saved_state import check_state, of_reader, packed
 from shardwise.train.config.resolve import RunConfig, data_of
-from shardwise.train.data.given import GivenBatches, GivenSamples, LoaderSampler
 from shardwise.train.data.mixture import MixedSampler, MixedSamples
 from shardwise.train.data.packing import PackedRows
 from shardwise.train.data.sampler import Sampler
@@ -33,6 +32,7 @@ from shardwise.train.data.source import is_indexed
 from shardwise.train.data.stream import ENDLESS, IterableSampler
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import BYTES, find_tokenizer
+from shardwise.train.data.user_data import LoaderSampler, UserBatches, UserSamples
 from shardwise.train.evaluation import Evaluation
 from shardwise.train.log.report import Report, owned_units
 from shardwise.train.loop import Loop, Parts
@@ -66,9 +66,9 @@ class Trainer:
         else:
             self.sampler = Sampler(train.num_samples, config.train.seed, *share)
         held_out: Any = self.data.held_out
-        if isinstance(held_out, GivenBatches) and config.train.eval_every is not None:
+        if isinstance(held_out, UserBatches) and config.train.eval_every is not None:
             most = config.train.eval_batches * batch.accumulation
-            held_out = held_out.kept(share, most, lambda number: min(control.all_json(number)))
+            held_out = held_out.store_first(share, most, lambda number: min(control.all_json(number)))
         foreign_bytes = 0 if resolved.spec.data is None else tensor_bytes(device)
         self.model, self.optimizer = self._build()
         is_scaled = any(control.all_json(needs_scaler(self.model)))  # a single stage may use fp16
@@ -111,7 +111,7 @@ class Trainer:
         stops = config.train.non_finite == "stop"
         self.update = Update(self.model, self.optimizer, max_norm=config.train.clip_grad_norm, stops=stops)
         self.microbatches = Microbatches(batch, device)
-        self._given: Iterator[Any] | None = None  # microbatches of a user's data set, set in the first step
+        self._user_batches: Iterator[Any] | None = None  # microbatches of a user's data set, set in the first step
         self.evaluation = Evaluation(
             resolved, self.model, held_out, reader, self.microbatches, control, self.loop.must_stop
         )
@@ -227,7 +227,7 @@ class Trainer:
 
     def check(self, path: Path) -> list[str]:
         """Refuse a checkpoint with an unfit configuration or state; return the differences. Exchanges small JSON."""
-        overridden = self.resolved.asked
+        overridden = self.resolved.overridden
         changes = self.control.on_first(lambda: check_config(saved_config(path), self.config, overridden))
         batch, groups = self.resolved.batch.total, self.optimizer.param_groups
         spec, allows = self.resolved.spec, self.config.checkpoint.allow_other_code
@@ -303,8 +303,8 @@ class Trainer:
         set_lr(self.optimizer, config.optimizer, ratio)  # before backward, which may already update
         scale = scaler.get_scale() if scaler.is_enabled() else None
         loop.fault_at("before_backward", step + 1)
-        if self._given is None and isinstance(part := self.data.train, GivenSamples):
-            self._given = part.microbatches(self.sampler.upcoming(), self.device)
+        if self._user_batches is None and isinstance(part := self.data.train, UserSamples):
+            self._user_batches = part.microbatches(self.sampler.upcoming(), self.device)
         everyones = self.sampler.whole_step()
         samples = self.sampler.next_step()
         loss = self._forward_backward(samples, everyones)
@@ -370,8 +370,8 @@ class Trainer:
         return None if loss is None else loss * factor
 
     def _microbatches(self, samples: Sequence[Sequence[int]], everyones: Iterable[int]) -> Iterator[Any]:
-        if self._given is not None:
-            return self.microbatches.timed(islice(self._given, len(samples)))
+        if self._user_batches is not None:
+            return self.microbatches.timed(islice(self._user_batches, len(samples)))
         return self.microbatches.read(self.data.train, samples, everyones, self.resolved.batch.total)
 
     def _factor(self, counts: Sequence[Tensor | float], *, has_loss: bool) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.checkpoint import plain
 from shardwise.spec.errors import CheckpointError
-from shardwise.train.data.given import seed_host
+from shardwise.train.data.user_data import seed_host
 
 
 def seed_all(seed: int) -> None:

@@ -19,7 +19,7 @@ from shardwise.train.data.pairs import Pairs
 from shardwise.train.data.records import Form, first_row
 from shardwise.train.data.source import Source, find_source, mixture_of
 from shardwise.train.data.token_files import DataError
-from shardwise.train.data.tokenizer import BYTES, OfFolder, Tokenizer, find_tokenizer, has_tokenizer
+from shardwise.train.data.tokenizer import BYTES, FolderTokenizer, Tokenizer, find_tokenizer, has_tokenizer
 from shardwise.train.task import CLASS, MASKED, Task
 
 
@@ -125,7 +125,7 @@ def _source(
 
 def _with_tokens(raw: RawConfig, task: Task, tokenizer: Tokenizer) -> Task:
     """Return the task with the token ids that it needs from the tokenizer."""
-    hf_tokenizer = tokenizer.held if isinstance(tokenizer, OfFolder) else None
+    hf_tokenizer = tokenizer.hf_tokenizer if isinstance(tokenizer, FolderTokenizer) else None
     if task.name == MASKED:
         if hf_tokenizer is None or hf_tokenizer.mask_token_id is None:
             raw.refuse("data", "tokenizer", "it has no token that stands for a hidden one (mask_token)")
@@ -186,20 +186,20 @@ def _form(section: OneSource, source: Source, tokenizer: Tokenizer, task: Task, 
     """Return the form that converts rows like the first one to examples."""
     if source.kind == "text":
         return Texts(tokenizer, None)
-    if task.has_pairs and isinstance(tokenizer, OfFolder):
+    if task.has_pairs and isinstance(tokenizer, FolderTokenizer):
         target, usual = ("label", TEXT) if task.name == CLASS else (COMPLETION, PROMPT)
-        pairs = Pairs(tokenizer.held, section.column or usual, target, task.labels)
+        pairs = Pairs(tokenizer.hf_tokenizer, section.column or usual, target, task.labels)
         pairs.check(list(first), source.name)
         return pairs
     column = column_of(list(first), section.column, source.name)
     if column != PROMPT and isinstance(first[column], str):
         return Texts(tokenizer, column)
-    if not isinstance(tokenizer, OfFolder):
+    if not isinstance(tokenizer, FolderTokenizer):
         raise ConfigError(
             f"data.source={source.name} holds conversations, which bytes have no form for.\n"
             "  Name a Hugging Face folder in data.tokenizer."
         )
     template = None if section.chat_template is None else _read_template(section.chat_template)
-    chat = Chat(tokenizer.held, column, section.learns, template)
+    chat = Chat(tokenizer.hf_tokenizer, column, section.learns, template)
     chat.check()
     return chat

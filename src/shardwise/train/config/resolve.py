@@ -35,7 +35,7 @@ from shardwise.train.config.sections import (
     items,
 )
 from shardwise.train.data.samples import Data, check_size, open_data
-from shardwise.train.data.source import BYTE_VOCAB, Source, given_source, is_indexed
+from shardwise.train.data.source import BYTE_VOCAB, Source, is_indexed, user_source
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import BYTES
 from shardwise.train.spec import FROM_PYTHON, TrainSpec, load_spec
@@ -101,7 +101,7 @@ class RunConfig:
     #: The stored dtype of a Hugging Face folder's weights if the optimizer updates fp32 copies of them;
     #: ``None``: masters have the stored dtype
     raised_from: str | None = None
-    asked: frozenset[str] = frozenset()  # the keys, as ``section.field``, that ``--set`` gave
+    overridden: frozenset[str] = frozenset()  # the keys, as ``section.field``, that ``--set`` gave
     end_token: int | None = None  # end-of-document token, if documents do not attend to each other
     task: Task = CAUSAL  # the task that the model is trained for
     spec: TrainSpec = field(default_factory=TrainSpec)  # parts that a user's code replaces
@@ -120,12 +120,12 @@ def data_of(resolved: RunConfig) -> Data:
     """Open the samples of a run, by ``data.samples.open_data`` or from the spec."""
     config, source, spec = resolved.config, resolved.source, resolved.spec
     if spec.data is not None:
-        from shardwise.train.data.given import given_data
+        from shardwise.train.data.user_data import open_user_data
 
         batch = resolved.batch
         most, least = config.train.eval_batches * batch.total, batch.micro * batch.data_parallel_size
         how = {"seed": config.train.seed, "workers": config.data.workers}
-        return given_data(spec.data, spec.eval_data, spec.collate, most, least, **how)
+        return open_user_data(spec.data, spec.eval_data, spec.collate, most, least, **how)
     return open_data(
         source,
         seq_len=resolved.seq_len,
@@ -190,7 +190,7 @@ def resolve(
     if spec.data is None:
         source, tokenizer, end_token, task = sources(raw, facts, say, reads=checks_data)
     else:
-        source, tokenizer, end_token, task = given_source(spec.data), config.data.tokenizer, None, facts.task
+        source, tokenizer, end_token, task = user_source(spec.data), config.data.tokenizer, None, facts.task
     # token files with a vocabulary other than that of bytes do not say which text their tokens stand for
     hides_text = tokenizer == BYTES and source.kind == "tokens" and source.vocab_size != BYTE_VOCAB
     if config.train.sample_prompts and (task.name != NEXT or tokenizer is None or hides_text):
@@ -205,10 +205,10 @@ def resolve(
         },
         "parallel": {"mp_policy": plan.precision.as_dict()} if raised_from is not None else {},
         "optimizer": optimizer
-        | ({} if spec.optimizer is None or "flat" in raw.given("optimizer") else {"flat": False}),
+        | ({} if spec.optimizer is None or "flat" in raw.given_keys("optimizer") else {"flat": False}),
         # decay_steps is not filled in, because it depends on train.steps
         "schedule": {} if config.schedule.name == "constant" else {"min_lr_ratio": config.schedule.end_ratio},
-        "log": {} if "every" in raw.given("log") or not num_gpus() else {"every": GPU_LOG_EVERY},
+        "log": {} if "every" in raw.given_keys("log") or not num_gpus() else {"every": GPU_LOG_EVERY},
         "train": {
             "micro_batch_size": batch.micro,
             "global_batch_size": batch.total,
@@ -232,7 +232,7 @@ def resolve(
         seq_len,
         source,
         raised_from,
-        raw.asked(),
+        raw.overridden_keys(),
         end_token,
         task,
         spec,
@@ -255,7 +255,7 @@ def _with_epochs(raw: RawConfig, resolved: RunConfig, num_samples: int | None) -
         message = f"the number of samples of {name} is not known beforehand; set train.steps instead"
         raw.refuse("train", "epochs", message)
     steps = math.ceil(Fraction(repr(train.epochs)) * num_samples / total)
-    if "steps" in raw.given("train") and train.steps != steps:
+    if "steps" in raw.given_keys("train") and train.steps != steps:
         message = (
             f"{train.epochs:g} epochs of {num_samples:,} samples are {steps} steps of {total}, but"
             f" train.steps={train.steps}; leave one of the two out"
@@ -305,7 +305,7 @@ def _check_spec(raw: RawConfig, spec: TrainSpec) -> None:
     config = raw.config
     of_model = {name for name in ("hf", "preset") if getattr(config.model, name)} | set(config.model.overrides)
     for section, keys in _brought(spec).items():
-        for key in sorted(of_model if section == "model" else keys & raw.given(section)):
+        for key in sorted(of_model if section == "model" else keys & raw.given_keys(section)):
             raw.fail(section, key, f"the spec brings the {section}; take it out")
     has_loss, of_tokens = spec.loss is not None, spec.data is None
     if config.data.workers and (of_tokens or not is_indexed(spec.data)):
@@ -360,7 +360,7 @@ def _plan(raw: RawConfig, world_size: int, local_size: int) -> tuple[ParallelPla
     values = {name: getattr(raw.config.parallel, name) for name in type(raw.config.parallel).model_fields}
     stand_in = ParallelPlan(strategy="ddp"), Mesh.build(world_size, dp_shard=world_size)
     num_found = len(raw.mistakes)
-    for name in sorted(raw.given("parallel") & set(values)):
+    for name in sorted(raw.given_keys("parallel") & set(values)):
         try:
             ParallelPlan(**{key: values[key] for key in (name, *_READ_WITH.get(name, ()))})
         except ShardwiseError as error:
@@ -451,7 +451,7 @@ def _check_optimizer(raw: RawConfig, plan: ParallelPlan) -> dict[str, object]:
     filled: dict[str, object] = {"betas": section.betas or (0.9, 0.95), "eps": section.eps or 1e-8}
     if section.name not in _BY_NAME:
         return filled
-    if section.flat and "flat" in raw.given("optimizer"):
+    if section.flat and "flat" in raw.given_keys("optimizer"):
         raw.fail("optimizer", "flat", f"{section.name} {_BY_NAME[section.name]}; take it out")
     if section.name == "adamw8bit":
         _check_eight_bit(raw, plan)

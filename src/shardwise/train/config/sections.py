@@ -502,12 +502,12 @@ class RawConfig:
         lines.append(f"  {advice}. Nothing was started.")
         return ConfigError("\n".join(lines))
 
-    def given(self, section: str) -> set[str]:
+    def given_keys(self, section: str) -> set[str]:
         """Return the keys of a section that were given in a file or by ``--set``."""
         fields = self.document.values.get(section)
         return set(fields) if isinstance(fields, dict) else set()
 
-    def asked(self) -> frozenset[str]:
+    def overridden_keys(self) -> frozenset[str]:
         """Return the keys given by ``--set``, as ``section.field``."""
         found = self.document.where.items()
         return frozenset(".".join(path) for path, at in found if len(path) == 2 and at.startswith("--set"))

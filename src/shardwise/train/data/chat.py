@@ -84,19 +84,19 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
 class Chat:
     """Converts rows with conversations to examples."""
 
-    held: Any  # the tokenizer of transformers
+    tokenizer: Any  # the tokenizer of transformers
     column: str  # column of the messages, or of the prompts
     learns: str  # the learned tokens: ``assistant``: all answers; ``last``: the last answer; ``all``: every token
     template: str | None = None  # chat template; ``None``: the tokenizer's
 
     def check(self) -> None:
         """Refuse a tokenizer that cannot convert these conversations."""
-        if not getattr(self.held, "is_fast", False):
+        if not getattr(self.tokenizer, "is_fast", False):
             raise ConfigError(
                 "the tokenizer does not say where in the text its tokens begin, which answers are found by.\n"
                 "  Save it in the form of the tokenizers package (tokenizer.json)."
             )
-        if self.column != PROMPT and self.template is None and not self.held.chat_template:
+        if self.column != PROMPT and self.template is None and not self.tokenizer.chat_template:
             raise ConfigError(
                 "the tokenizer has no chat template, by which conversations become text.\n"
                 "  Name a file with one: data.chat_template=FILE.jinja."
@@ -109,7 +109,7 @@ class Chat:
         texts, spans = zip(*(self._text_of(place, row) for place, row in rows), strict=True)
         adds = self.column == PROMPT  # a template writes the begin-of-text token itself
         options = {"return_offsets_mapping": True, "verbose": False, "padding": False}
-        encoded = self.held(list(texts), add_special_tokens=adds, **options)
+        encoded = self.tokenizer(list(texts), add_special_tokens=adds, **options)
         found = zip(rows, encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
         return [
             self._example(ids, offsets, wanted, ends=adds and not isinstance(row[PROMPT], list))
@@ -117,7 +117,7 @@ class Chat:
         ]
 
     def _example(self, ids: list[int], offsets: Sequence[Any], wanted: Any, *, ends: bool) -> Example:
-        end = self.held.eos_token_id
+        end = self.tokenizer.eos_token_id
         if wanted is None:
             spans = [(0, len(ids))]
         else:
@@ -191,7 +191,7 @@ class Chat:
         """Whether the template marks the assistant's text, and only that is learned."""
         if self.column == PROMPT or self.learns != "assistant":
             return False
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self.held.get_chat_template(self.template)) is not None
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.tokenizer.get_chat_template(self.template)) is not None
 
     def _marked(self, place: str, row: Mapping[str, Any]) -> Example:
         """Convert a row by a template that marks the assistant's text."""
@@ -206,8 +206,14 @@ class Chat:
             return ""
         settings = {"tools": tools, "chat_template": self.template}
         try:
-            text = rendered(self.held, messages, **settings, add_generation_prompt="add_generation_prompt" in options)
-            return self.held.apply_chat_template(messages, **settings, **options) if "return_dict" in options else text
+            text = rendered(
+                self.tokenizer, messages, **settings, add_generation_prompt="add_generation_prompt" in options
+            )
+            return (
+                self.tokenizer.apply_chat_template(messages, **settings, **options)
+                if "return_dict" in options
+                else text
+            )
         except Exception as error:  # noqa: BLE001  a template may raise anything
             raise self._wrong(place, f"the chat template takes it ({first_line(error)})") from None
 

@@ -24,7 +24,7 @@ from shardwise.train.task import Task
 class Pairs:
     """Converts rows with pairs to examples."""
 
-    held: Any  # the tokenizer of transformers
+    tokenizer: Any  # the tokenizer of transformers
     column: str  # column of the inputs
     target: str  # column of the targets: texts, or classes if ``labels`` is set
     #: Number of each class by name; empty if classes have only numbers. ``None``: targets are texts.
@@ -50,7 +50,7 @@ class Pairs:
         return [Example([*prompt, *target], [(len(prompt), len(prompt) + len(target))]) for prompt, target in pairs]
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        return self.held(list(texts), add_special_tokens=True, verbose=False, padding=False)["input_ids"]
+        return self.tokenizer(list(texts), add_special_tokens=True, verbose=False, padding=False)["input_ids"]
 
     def _label(self, place: str, value: Any) -> int:
         found = (self.labels or {}).get(value, value) if isinstance(value, str) else value

@@ -186,7 +186,7 @@ def mixture_of(sources: Sequence[Source], names: Sequence[str], weights: Sequenc
     )
 
 
-def given_source(data: Any) -> Source:
+def user_source(data: Any) -> Source:
     """Return the source of a run on a user's data set or iterable."""
     count = len(data) if is_indexed(data) else None
     content = getattr(data, "_fingerprint", "")  # datasets.Dataset: hash of the content and its origin

@@ -48,7 +48,7 @@ class IterableSampler(Sampler):
     data: Any = field(kw_only=True)
     _items: Iterator[Any] = field(default=iter(()), init=False)
     _epoch: int = field(default=-1, init=False)
-    _held: dict[int, Any] = field(default_factory=dict, init=False)
+    _own_items: dict[int, Any] = field(default_factory=dict, init=False)
     _own: list[list[int]] = field(default_factory=list, init=False)
 
     def for_reader(self, micro: int, accumulation: int, reader: int, readers: int) -> IterableSampler:
@@ -65,7 +65,7 @@ class IterableSampler(Sampler):
         """Read the next global batch; return this rank's items by microbatch, readable until the next call."""
         items = {place: self._next() for place in range(self.position, self.position + self.global_batch_size)}
         self._own = Sampler.next_step(self)
-        self._held = {place: items[place] for each in self._own for place in each}
+        self._own_items = {place: items[place] for each in self._own for place in each}
         return self._own
 
     def upcoming(self) -> Iterator[list[Draw]]:
@@ -90,7 +90,7 @@ class IterableSampler(Sampler):
 
     def __getitem__(self, place: int) -> Any:
         """Return an item of the current step."""
-        return self._held[place]
+        return self._own_items[place]
 
     def __len__(self) -> int:
         """Return more than a run uses."""

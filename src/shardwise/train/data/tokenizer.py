@@ -28,7 +28,7 @@ _SETTINGS = (
 )
 
 
-class Bytes:
+class ByteTokenizer:
     """One token per byte."""
 
     ends: tuple[int, ...] = ()  # end-of-text ids; the tokenizer's own one first
@@ -48,8 +48,8 @@ class Bytes:
 
 
 def byte_tokenizer() -> Any:
-    """Return :class:`Bytes` as a tokenizer of transformers, for folders that other programs load."""
-    from tokenizers import Tokenizer as Held  # pyrefly: ignore[missing-import]
+    """Return :class:`ByteTokenizer` as a tokenizer of transformers, for folders that other programs load."""
+    from tokenizers import Tokenizer as FastTokenizer  # pyrefly: ignore[missing-import]
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast  # pyrefly: ignore[missing-import]
 
@@ -57,14 +57,17 @@ def byte_tokenizer() -> Any:
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(BYTE_VOCAB) if byte not in visible]
     vocab = {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-    tokenizer = Held(models.BPE(vocab, merges=[]))
+    tokenizer = FastTokenizer(models.BPE(vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
-class OfFolder:
-    """The tokenizer of a Hugging Face folder, with the methods of :class:`Bytes`; ``held`` is that of transformers."""
+class FolderTokenizer:
+    """The tokenizer of a Hugging Face folder, with the methods of :class:`ByteTokenizer`.
+
+    ``hf_tokenizer`` is the tokenizer of transformers.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -81,33 +84,33 @@ class OfFolder:
                 f"{printable(folder)} has no tokenizer that can be loaded: {first_line(error)}\n"
                 "  Name a folder with a tokenizer.json; for `generate`, ids can be given: --tokens '12 7 9'."
             ) from None
-        self.folder, self.held, end = folder, hf_tokenizer, hf_tokenizer.eos_token_id
+        self.folder, self.hf_tokenizer, end = folder, hf_tokenizer, hf_tokenizer.eos_token_id
         own = () if end is None else (end,)
         self.ends: tuple[int, ...] = (*own, *(token for token in _further_ends(folder) if token not in own))
         self.vocab_size = 1 + max(hf_tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
         """Return a prompt's ids, with the tokenizer's special tokens."""
-        return list(self.held.encode(text))
+        return list(self.hf_tokenizer.encode(text))
 
     def encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of pieces of training text, without special tokens."""
-        return self.held(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return self.hf_tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], template: str | None) -> list[int]:
         """Return the ids of a conversation in a chat template, with the header of the next answer.
 
         With ``template=None`` the tokenizer's own template is used. Templates may raise any exception.
         """
-        text = rendered(self.held, list(messages), chat_template=template, add_generation_prompt=True)
+        text = rendered(self.hf_tokenizer, list(messages), chat_template=template, add_generation_prompt=True)
         return self.encode_pieces([text])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text, without special tokens."""
-        return str(self.held.decode(list(ids), skip_special_tokens=True))
+        return str(self.hf_tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-Tokenizer = Bytes | OfFolder
+Tokenizer = ByteTokenizer | FolderTokenizer
 
 
 def _check_links(folder: Path) -> None:
@@ -140,7 +143,7 @@ def has_tokenizer(folder: Path) -> bool:
 def find_tokenizer(name: str) -> Tokenizer:
     """Return the byte-level tokenizer for ``bytes``, else that of the folder ``name``."""
     if name == BYTES:
-        return Bytes()
+        return ByteTokenizer()
     folder = Path(name).expanduser()
     if not has_tokenizer(folder):
         missing = "there is no such folder" if not folder.is_dir() else f"it holds none of {', '.join(_FILES)}"
@@ -148,10 +151,10 @@ def find_tokenizer(name: str) -> Tokenizer:
             f"{printable(folder)} has no tokenizer: {missing}.\n"
             f"  Name a Hugging Face folder with a tokenizer, or {BYTES!r}: one token per byte."
         )
-    return OfFolder(folder)
+    return FolderTokenizer(folder)
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> list[Path]:
     """Return the files that a tokenizer's ids depend on."""
-    folder = tokenizer.folder if isinstance(tokenizer, OfFolder) else None
+    folder = tokenizer.folder if isinstance(tokenizer, FolderTokenizer) else None
     return [] if folder is None else [path for name in (*_FILES, *_SETTINGS) if (path := folder / name).is_file()]

@@ -15,25 +15,25 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 
-def obey_this_rank(loader: DataLoader[Any]) -> None:
+def exit_with_this_rank(loader: DataLoader[Any]) -> None:
     """Make the workers of a loader ignore SIGINT and SIGTERM, which terminals and schedulers send to all processes.
 
     Otherwise the workers would exit, and the loader would fail in the step that this rank still makes before it stops.
     """
-    begin = loader.worker_init_fn
-    if not isinstance(begin, functools.partial) or begin.func is not _begin:  # else already done
-        loader.worker_init_fn = functools.partial(_begin, _exit_of(os.getpid()), begin)
+    init = loader.worker_init_fn
+    if not isinstance(init, functools.partial) or init.func is not _start_worker:  # else already done
+        loader.worker_init_fn = functools.partial(_start_worker, _exit_of(os.getpid()), init)
 
 
 @contextlib.contextmanager
-def all_obey() -> Iterator[None]:
-    """Apply :func:`obey_this_rank` to every loader that starts workers in the block, such as those of a user's loop."""
+def workers_exit_with_this_rank() -> Iterator[None]:
+    """Apply :func:`exit_with_this_rank` to every loader that starts workers in the block, such as a user's."""
 
-    def obeying(begin: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def patched(begin: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(begin)
         def begins(loader: DataLoader[Any]) -> Any:
             if loader.num_workers:
-                obey_this_rank(loader)
+                exit_with_this_rank(loader)
             return begin(loader)
 
         return begins
@@ -41,7 +41,7 @@ def all_obey() -> Iterator[None]:
     classes = [each for each in _classes(DataLoader) if "__iter__" in vars(each)]
     begins = [vars(each)["__iter__"] for each in classes]
     for each, begin in zip(classes, begins, strict=True):
-        each.__iter__ = obeying(begin)
+        each.__iter__ = patched(begin)
     try:
         yield
     finally:
@@ -62,12 +62,12 @@ def _exit_of(_rank: int) -> Connection:
     return reader
 
 
-def _begin(rank_exit: Connection, then: Callable[[int], None] | None, worker: int) -> None:
-    def hear(*_: object) -> None:
+def _start_worker(rank_exit: Connection, init: Callable[[int], None] | None, worker: int) -> None:
+    def on_signal(*_: object) -> None:
         if rank_exit.poll():  # never read, so that all workers see it
             os._exit(0)
 
     for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, hear)  # programs that a worker starts do not inherit handlers
-    if then is not None:
-        then(worker)
+        signal.signal(each, on_signal)  # programs that a worker starts do not inherit handlers
+    if init is not None:
+        init(worker)

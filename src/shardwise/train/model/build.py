@@ -22,9 +22,9 @@ from shardwise.parallel.pipeline.batch import call_model, scalar_loss
 from shardwise.spec.errors import ConfigError, StateError
 from shardwise.train.config.resolve import RunConfig, data_of
 from shardwise.train.config.sections import LoraSection, OptimizerSection
-from shardwise.train.data.given import GivenSamples
 from shardwise.train.data.rows import Samples
 from shardwise.train.data.source import is_indexed, is_loader
+from shardwise.train.data.user_data import UserSamples
 from shardwise.train.model.lora import adapt, renamed
 from shardwise.train.model.pretrained import NotNamedError, deferred_from_folder, model_from_folder, tell_whole
 from shardwise.train.spec import Mean
@@ -345,7 +345,7 @@ def blank_batch(resolved: RunConfig, device: torch.device, *, reads_iterables: b
     """
     if resolved.spec.data is not None:
         part = data_of(resolved).train
-        if not isinstance(part, GivenSamples):
+        if not isinstance(part, UserSamples):
             raise TypeError("the spec's data gives no samples")
         if not (is_indexed(data := resolved.spec.data) or is_loader(data)):
             if not reads_iterables:

@@ -21,7 +21,7 @@ from shardwise.train.data.samples import Data
 from shardwise.train.data.source import is_indexed, is_loader
 from shardwise.train.data.stream import IterableSampler, has_state
 from shardwise.train.data.token_files import DataError
-from shardwise.train.data.workers import obey_this_rank
+from shardwise.train.data.workers import exit_with_this_rank
 
 
 def seed_host(seed: int) -> None:
@@ -32,7 +32,7 @@ def seed_host(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
+def preserve_random_state() -> Iterator[None]:
     """Restore the host's random generators at the end of the block."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     try:
@@ -47,7 +47,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class GivenSamples(Dataset[Any]):
+class UserSamples(Dataset[Any]):
     """Items of a data set, read by index, in this process or by workers.
 
     Random numbers that an item draws depend only on the run's seed and the item's global position: they are the same in
@@ -74,33 +74,33 @@ class GivenSamples(Dataset[Any]):
 
     def batch(self, indices: Sequence[int], device: torch.device) -> Any:
         """Return one microbatch on ``device``, as :meth:`microbatches` does."""
-        return next(self._made_here([[(index, index) for index in indices]], device))
+        return next(self._read_here([[(index, index) for index in indices]], device))
 
     def microbatches(self, draws: Iterable[Sequence[Draw]], device: torch.device) -> Iterator[Any]:
         """Yield a microbatch on ``device`` for each entry of ``draws``, which workers read ahead of time."""
-        return self._made_by_workers(draws, device) if self.workers else self._made_here(draws, device)
+        return self._read_by_workers(draws, device) if self.workers else self._read_here(draws, device)
 
-    def _made_here(self, draws: Iterable[Sequence[Draw]], device: torch.device) -> Iterator[Any]:
+    def _read_here(self, draws: Iterable[Sequence[Draw]], device: torch.device) -> Iterator[Any]:
         for each in draws:
-            with apart():
-                made = self[each]
-            yield on_device(_read(made), device)
+            with preserve_random_state():
+                batch = self[each]
+            yield on_device(_read(batch), device)
 
-    def _made_by_workers(self, draws: Iterable[Sequence[Draw]], device: torch.device) -> Iterator[Any]:
+    def _read_by_workers(self, draws: Iterable[Sequence[Draw]], device: torch.device) -> Iterator[Any]:
         loader = DataLoader(
             self,
             sampler=draws,
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             num_workers=self.workers,
             pin_memory=device.type == "cuda",
             multiprocessing_context="fork",  # a spec's file is not a module that a new process could import
             generator=torch.Generator(),  # so that it does not use the generator of dropout
         )
-        obey_this_rank(loader)
+        exit_with_this_rank(loader)
         try:
-            for made in loader:
-                yield on_device(_read(made), device)
+            for batch in loader:
+                yield on_device(_read(batch), device)
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
@@ -110,7 +110,7 @@ class GivenSamples(Dataset[Any]):
             ) from error
 
     def __getitem__(self, index: Sequence[Draw]) -> Any:
-        """Return the microbatch of these draws, or an ``_Unread`` with the reason if it could not be read."""
+        """Return the microbatch of these draws, or an ``_ReadFailure`` with the reason if it could not be read."""
         try:
             items = []
             for position, item in index:
@@ -118,7 +118,7 @@ class GivenSamples(Dataset[Any]):
                 items.append(self.data[item])
             return self.collate(items)
         except Exception as error:  # noqa: BLE001 - raised by the user's code, possibly in a worker
-            return _Unread(
+            return _ReadFailure(
                 f"samples {', '.join(str(item) for _, item in index)} of {type(self.data).__name__} could not be"
                 f" read: {type(error).__name__}: {error}\n  Look at these items, and at TrainSpec(collate=...).",
                 error if self.workers == 0 else None,
@@ -140,7 +140,7 @@ class LoaderSampler(IterableSampler):
         IterableSampler.for_reader(self, micro, accumulation, reader, readers)
         self.data = self._call("was not made", lambda: self.data(reader, readers))
         if isinstance(self.data, DataLoader):
-            obey_this_rank(self.data)
+            exit_with_this_rank(self.data)
         return self
 
     def next_step(self) -> list[list[int]]:
@@ -157,12 +157,12 @@ class LoaderSampler(IterableSampler):
         """Read the first batches of the loader."""
         return self._call("could not be read", lambda: list(itertools.islice(self.data, most)))
 
-    def _call(self, what: str, made: Callable[[], Any]) -> Any:
+    def _call(self, what: str, read: Callable[[], Any]) -> Any:
         name = getattr(self.data, "__name__", type(self.data).__name__)
         try:
-            with apart():
+            with preserve_random_state():
                 seed_host(mixed_seed(mixed_seed(self.draws, self.data_parallel_rank), self._num_read))
-                return made()
+                return read()
         except DataError:
             raise
         except Exception as error:
@@ -185,7 +185,7 @@ class LoaderSampler(IterableSampler):
 
 
 @dataclass(frozen=True, slots=True)
-class GivenBatches(GivenSamples):
+class UserBatches(UserSamples):
     """Microbatches of a loader, in its order, whatever the draws; ``data`` is a :class:`LoaderSampler`."""
 
     def microbatches(self, draws: Iterable[Sequence[Draw]], device: torch.device) -> Iterator[Any]:
@@ -197,7 +197,7 @@ class GivenBatches(GivenSamples):
         """Return the first microbatch of the first reader, with as many samples as its loader gives."""
         return on_device(self.data.for_reader(len(indices), 1, 0, 1).next_batch(), device)
 
-    def kept(self, share: tuple[int, int, int, int], most: int, agreed: Callable[[int], int]) -> GivenSamples:
+    def store_first(self, share: tuple[int, int, int, int], most: int, agreed: Callable[[int], int]) -> UserSamples:
         """Store the first ``most`` batches of a reader, and return them as samples that are read by index.
 
         ``share`` is the size of a microbatch, microbatches per step, the reader, and the number of readers. ``agreed``
@@ -207,11 +207,11 @@ class GivenBatches(GivenSamples):
         number, at_once = agreed(len(batches)), share[0] * share[3]
         if not number:
             raise DataError("TrainSpec(eval_data=...): the loader of a reader gives no batches.\n  Give it some.")
-        return GivenSamples(_Kept(batches[:number], at_once), lambda items: items[0])
+        return UserSamples(_StoredBatches(batches[:number], at_once), lambda items: items[0])
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _StoredBatches:
     """Stored batches. Each one counts as many items as all readers together forward at once."""
 
     batches: Sequence[Any]
@@ -225,21 +225,21 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class _Unread:
+class _ReadFailure:
     """The reason why a microbatch could not be read."""
 
     text: str
     cause: Exception | None
 
 
-def _read(made: Any) -> Any:
-    if isinstance(made, _Unread):
-        raise DataError(made.text) from made.cause
-    return made
+def _read(batch: Any) -> Any:
+    if isinstance(batch, _ReadFailure):
+        raise DataError(batch.text) from batch.cause
+    return batch
 
 
-def _as_it_is(made: Any) -> Any:
-    return made
+def _identity(batch: Any) -> Any:
+    return batch
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
@@ -254,7 +254,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return batch if device.type == "cpu" else tree_map_only(torch.Tensor, move, batch)
 
 
-def given_data(
+def open_user_data(
     data: Any,
     held_out: Any,
     collate: Collate | None,
@@ -273,20 +273,20 @@ def given_data(
     collate = collate or default_collate
     for each in (data, held_out):
         if isinstance(each, DataLoader):
-            obey_this_rank(each)
+            exit_with_this_rank(each)
     if is_loader(data):
-        part: GivenSamples = GivenBatches(LoaderSampler(data=data, draws=2 * seed), collate)
+        part: UserSamples = UserBatches(LoaderSampler(data=data, draws=2 * seed), collate)
     else:
-        part = GivenSamples(data if is_indexed(data) else IterableSampler(data=data), collate, 2 * seed, workers)
+        part = UserSamples(data if is_indexed(data) else IterableSampler(data=data), collate, 2 * seed, workers)
     if is_loader(held_out):
-        return Data(part, GivenBatches(LoaderSampler(data=held_out, draws=2 * seed + 1), collate))
+        return Data(part, UserBatches(LoaderSampler(data=held_out, draws=2 * seed + 1), collate))
     eval_data = held_out if held_out is None or is_indexed(held_out) else list(itertools.islice(held_out, num_held_out))
     if eval_data is not None and len(eval_data) < least:
         raise DataError(
             f"TrainSpec(eval_data=...) has {len(eval_data)} samples, {least} are needed at once.\n"
             "  Give it more, or lower train.micro_batch_size."
         )
-    return Data(part, GivenSamples(eval_data or [], collate, 2 * seed + 1, workers))
+    return Data(part, UserSamples(eval_data or [], collate, 2 * seed + 1, workers))
 
 
 def _as_tensors(data: Any) -> Any:
