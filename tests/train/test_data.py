@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardwise.spec.errors import ConfigError
 from shardwise.train.data.samples import MAPPED_FILES, Part, check_size, open_data, split_point
-from shardwise.train.data.source import LOOKED_AT_BYTES, LOOKED_AT_FILES, find_source
+from shardwise.train.data.source import CHECKED_BYTES, CHECKED_FILES, find_source
 from shardwise.train.data.token_files import (
     HEADER_BYTES,
     DataError,
@@ -251,7 +251,7 @@ def test_of_a_large_token_file_little_is_read_before_training(tmp_path: Path) ->
     os.truncate(path, HEADER_BYTES + 2 * num_tokens)  # sparse: 8 GiB that take no place
     read, opened, *_ = start(tmp_path, 5)
     assert opened == 1
-    assert read < 3 * LOOKED_AT_BYTES  # of 512 times as much
+    assert read < 3 * CHECKED_BYTES  # of 512 times as much
 
 
 def test_of_many_files_few_are_opened_before_training_and_few_are_mapped_at_a_time(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_of_many_files_few_are_opened_before_training_and_few_are_mapped_at_a_ti
             raw = path.read_bytes()
         path.write_bytes(raw)
     _, opened, in_the_end, mapped = start(tmp_path, 2000)
-    assert opened == LOOKED_AT_FILES
+    assert opened == CHECKED_FILES
     assert in_the_end > 1000
     assert mapped < MAPPED_FILES + 400  # libraries are mapped too
 
@@ -271,7 +271,7 @@ def test_of_many_files_few_are_opened_before_training_and_few_are_mapped_at_a_ti
 def test_an_unknown_id_that_nobody_looked_at_is_found_when_its_sample_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.train.data.source.LOOKED_AT_BYTES", 64)
+    monkeypatch.setattr("shardwise.train.data.source.CHECKED_BYTES", 64)
     write_tokens(tmp_path / "t.bin", [np.zeros(1000, np.int64), np.array([300])], vocab_size=1000)
     write_tokens(tmp_path / "u.bin", [np.zeros(100, np.int64)], vocab_size=1000)
     find_source(str(tmp_path)).check(256)
@@ -284,7 +284,7 @@ def test_an_unknown_id_that_nobody_looked_at_is_found_when_its_sample_is_read(
 def test_a_file_that_is_not_like_those_looked_at_is_refused_when_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.train.data.source.LOOKED_AT_FILES", 2)
+    monkeypatch.setattr("shardwise.train.data.source.CHECKED_FILES", 2)
     for name in "abc":
         write_tokens(tmp_path / f"{name}.bin", [np.arange(100)], vocab_size=256)
     (tmp_path / "b.bin").write_text("x" * 264)
@@ -308,7 +308,7 @@ def test_a_change_in_the_middle_of_small_data_and_at_the_ends_of_large_is_seen(
 
     texts = ["a" * 100, "b" + "a" * 99, "a" * 50 + "b" + "a" * 49, "a" * 99 + "b", "a" * 101]
     assert len({fingerprint(text) for text in texts}) == 5
-    monkeypatch.setattr("shardwise.train.data.source.LOOKED_AT_BYTES", 20)
+    monkeypatch.setattr("shardwise.train.data.source.CHECKED_BYTES", 20)
     assert len({fingerprint(text) for text in texts}) == 4
 
 

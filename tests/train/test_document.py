@@ -79,14 +79,14 @@ def test_an_alias_bomb_is_refused_at_once() -> None:
 
 def test_merging_goes_key_by_key_and_the_later_place_wins() -> None:
     document = parse_yaml("a: {b: 1, c: 2}", "base")
-    document.lay(parse_yaml("a: {c: 3}", "over"))
+    document.merge(parse_yaml("a: {c: 3}", "over"))
     assert document.values == {"a": {"b": 1, "c": 3}}
     assert (document.where["a", "b"], document.where["a", "c"]) == ("base:1", "over:1")
 
 
 def test_an_anchor_stands_for_its_value_wherever_it_is_named() -> None:
     document = parse_yaml("a: &x {b: [1]}\nc: *x\n", "run.yaml")
-    document.lay(parse_yaml("a: {b: 2}", "over"))
+    document.merge(parse_yaml("a: {b: 2}", "over"))
     assert document.values == {"a": {"b": 2}, "c": {"b": [1]}}
 
 

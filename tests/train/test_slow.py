@@ -40,7 +40,7 @@ def test_a_save_is_left_out_that_does_not_fit_the_time_left(save_s: float, saved
         checkpoints=SimpleNamespace(saved_step=saved_step),
         done=SimpleNamespace(step=14),
         save_s=save_s,
-        _again="continue with --resume",
+        _how_to_continue="continue with --resume",
         safe="checkpoint of step 10",
     )
     text = Loop._no_time_to_save(cast("Loop", held))
@@ -52,14 +52,14 @@ def test_a_save_is_left_out_that_does_not_fit_the_time_left(save_s: float, saved
 def test_a_loss_that_stands_out_is_noticed() -> None:
     draws, spikes = random.Random(0), LossSpikes(10.0)
     falling = [5 - 0.01 * step + draws.gauss(0, 0.1) for step in range(300)]
-    assert [spikes.look(loss) for loss in falling] == [None] * 300
-    assert spikes.look(float("nan")) is None
-    text = spikes.look(9.0)
+    assert [spikes.check(loss) for loss in falling] == [None] * 300
+    assert spikes.check(float("nan")) is None
+    text = spikes.check(9.0)
     assert text is not None
     assert text.startswith("the loss is 9.0000, ")
-    assert spikes.look(2.0) is None
-    assert spikes.look(9.0) is not None  # the first one has not moved the median
+    assert spikes.check(2.0) is None
+    assert spikes.check(9.0) is not None  # the first one has not moved the median
     constant = LossSpikes(10.0)
-    assert [constant.look(1.0) for _ in range(30)] == [None] * 30
-    assert constant.look(1.001) is None
-    assert LossSpikes(10.0).look(100.0) is None
+    assert [constant.check(1.0) for _ in range(30)] == [None] * 30
+    assert constant.check(1.001) is None
+    assert LossSpikes(10.0).check(100.0) is None

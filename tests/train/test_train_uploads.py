@@ -196,7 +196,7 @@ def test_a_folder_to_upload_to_is_its_whole_path(tmp_path: Path, monkeypatch: py
 def test_a_run_that_a_store_refuses_is_not_noted_in_its_folder(tmp_path: Path, kind: str) -> None:
     run, far = tmp_path / "b", tmp_path / "far" if kind == "folder" else place_of(f"memory://bucket/{tmp_path.name}")
     run.mkdir()
-    notes = functools.partial(Checkpoints.note_run, path=None)
+    notes = functools.partial(Checkpoints.write_run_id, path=None)
     held = types.SimpleNamespace(_run_dir=run, _run_id="b-1", uploads=Uploads(run, str(far)))
     notes(held)  # type: ignore[arg-type]
     assert read_run_id(run) == "b-1"
@@ -214,10 +214,10 @@ def test_an_upload_that_failed_is_counted_where_its_checkpoint_has_been_removed_
     """Which is not the case where it was removed before it was opened."""
     uploads, path = Uploads(tmp_path, str(tmp_path / "far")), tmp_path / "checkpoints" / "step-00000010"
     job = {"upload": str(path), "to": str(tmp_path / "far" / "checkpoints"), "keep": 2, "run_id": "run"}
-    assert uploads._judge(job, upload(job)) == ["step-00000010 is not uploaded: it was removed before"]
+    assert uploads._lines_of(job, upload(job)) == ["step-00000010 is not uploaded: it was removed before"]
     assert (uploads.failures, uploads.problem) == ([], None)
     said = f"step 10 was not uploaded to {tmp_path}/far/checkpoints: no way there"
-    assert uploads._judge(job, {"problem": "no way there", "is_storage": True}) == [f"WARNING: {said}"]
+    assert uploads._lines_of(job, {"problem": "no way there", "is_storage": True}) == [f"WARNING: {said}"]
     assert (uploads.failures, uploads.problem) == ([said], said)
 
 

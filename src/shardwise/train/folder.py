@@ -60,7 +60,7 @@ def is_stored(wanted: str | None, upload_to: str | None) -> bool:
     return found.path is not None or bool(found.rejected)
 
 
-def stores_lost(directory: Path, upload_to: str | None) -> bool:
+def has_lost_run(directory: Path, upload_to: str | None) -> bool:
     """Return whether a store has the run of a lost folder: the run's id begins with the folder's name."""
     from shardwise.checkpoint.store import find_latest
 
@@ -188,14 +188,14 @@ def read_run_id(directory: Path) -> str | None:
         ) from None
 
 
-def leave_probe(directory: Path) -> str:
+def write_probe(directory: Path) -> str:
     """Create an empty file with a new name in ``directory``, and return its name."""
     name = f".shared-{secrets.token_hex(8)}"
     (directory / name).touch()
     return name
 
 
-def finds(directory: Path, name: str) -> bool:
+def wait_for_file(directory: Path, name: str) -> bool:
     """Return whether ``directory`` has the file; wait while a network file system may not show it yet."""
     end = time.monotonic() + APPEARS_S
     while not (directory / name).exists():

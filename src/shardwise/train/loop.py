@@ -1,7 +1,7 @@
 """Everything around a run's steps, for the trainer and for a user's loop (``sw.Run``).
 
 Resuming, time limits, reading the values that steps leave on the device, health, evaluations, checkpoints, requests to
-stop, metrics and the report. The loop's owner makes the steps, and passes their results to :meth:`Loop.found`.
+stop, metrics and the report. The loop's owner makes the steps, and passes their results to :meth:`Loop.store`.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class Loop:
         self.save_s = 0.0  # duration of the last save that training waited for
         self._is_best = False  # whether the newest evaluation is the best
         self._has_ended, self._foreign_bytes = False, foreign_bytes
-        self.is_step_owed = False
-        self._found: dict[str, Any] = {}  # results of the current step
+        self.has_unfinished_step = False
+        self._step_values: dict[str, Any] = {}  # results of the current step
         profiled = range(profiled.start, min(profiled.stop, config.train.steps + 1))
         self.trace = StepTrace(
             profiled, self.device, self.directory / PROFILE / f"rank-{control.rank}.json", control.rank
@@ -233,7 +233,7 @@ class Loop:
             self._restore_random(state)
             if self.parts.scaler.is_enabled() and state.get("scaler"):  # empty if the earlier run did not use fp16
                 self.parts.scaler.load_state_dict(state["scaler"])
-        self.control.on_first(lambda: self.checkpoints.note_run(path))
+        self.control.on_first(lambda: self.checkpoints.write_run_id(path))
         if path is not None:
             changes += self.control.on_first(lambda: self.checkpoints.set_aside_later(path, self.done.step))
         if self.config.train.steps - self.done.step > MEASURED_STEPS:
@@ -267,7 +267,7 @@ class Loop:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def steps(self) -> Generator[int]:
-        """Yield the numbers of the steps to make, from 0. The caller makes each step and calls :meth:`found`.
+        """Yield the numbers of the steps to make, from 0. The caller makes each step and calls :meth:`store`.
 
         Collective:
             Readings, evaluations and saves between the steps. All ranks make the same steps.
@@ -275,7 +275,7 @@ class Loop:
         train = self.config.train
         if self.step == 0 and train.eval_every:
             self._evaluate()
-        if self.is_step_owed:
+        if self.has_unfinished_step:
             self._between_steps()
         while self.step < train.steps and not self._has_ended:
             self.timeouts.step(self.step + 1, saved_step=self.checkpoints.saved_step)
@@ -290,7 +290,7 @@ class Loop:
                         raise
             self.step += 1
             if is_left:
-                self.is_step_owed = True
+                self.has_unfinished_step = True
                 return
             self._between_steps()
         if not self._has_ended:
@@ -298,9 +298,9 @@ class Loop:
 
     def _between_steps(self) -> None:
         """Read, evaluate and save as due after a step, and end the run if it has to end."""
-        self.is_step_owed = False
+        self.has_unfinished_step = False
         self.fault_at("after_step", self.step)
-        if trouble := self.checkpoints.hear():
+        if trouble := self.checkpoints.poll():
             self.progress.say(trouble)
         train, saving = self.config.train, self.config.checkpoint
         is_last = self.step == train.steps
@@ -360,7 +360,7 @@ class Loop:
     @contextlib.contextmanager
     def _measured(self) -> Iterator[None]:
         """Measure time, memory and traffic of the step in this block. The results of the step stay on the device."""
-        self._found = {}
+        self._step_values = {}
         clock, waited = StepTime(self.device), self._waited_s()
         is_measured = self.device.type == "cuda" or self.speed.made_steps < MEASURED_STEPS
         with contextlib.ExitStack() as stack:
@@ -384,11 +384,11 @@ class Loop:
             exposed_s=exposed_s,
             is_guarded=not self._is_own_loop,
         )
-        self.pending.steps.append(dataclasses.replace(left, **self._found))
+        self.pending.steps.append(dataclasses.replace(left, **self._step_values))
 
-    def found(self, **values: Any) -> None:
+    def store(self, **values: Any) -> None:
         """Store results of the current step, as fields of ``PendingStep``, without reading them from the device."""
-        self._found |= values
+        self._step_values |= values
 
     def fault_at(self, point: str, step: int) -> None:
         """Inject a requested fault, for tests of recovery."""
@@ -424,7 +424,7 @@ class Loop:
         for index, values in enumerate(found):
             for warning in self.health.warnings(self.done.step + 1, values, safe=self.safe):
                 self.progress.say(warning)
-            record = self._take(values, made_steps=self.speed.made_steps - len(found) + index + 1)
+            record = self._update_progress(values, made_steps=self.speed.made_steps - len(found) + index + 1)
             self.progress.step(record)
             if evaluates and index == len(found) - 1:
                 evaluated = self._evaluate() or {}
@@ -440,7 +440,7 @@ class Loop:
         step = self.checkpoints.saved_step
         return f"checkpoint of step {step}" if step else "no checkpoint yet"
 
-    def _take(self, values: ReadStep, *, made_steps: int) -> Record:
+    def _update_progress(self, values: ReadStep, *, made_steps: int) -> Record:
         """Update the run's progress by one read step, the ``made_steps``-th of this process; return its record."""
         done, step = self.done, values.step
         loss, step_s, tokens = values.loss, step.time.seconds(), values.tokens
@@ -494,7 +494,7 @@ class Loop:
             self.progress.say(f"step {self.done.step}  the evaluation was left: a stop was requested")
             return None
         self._count_held_out(found["eval_loss"])
-        self._judge(found)
+        self._compare_with_best(found)
         if self.recorder is not None and not self.step:  # later values are part of their step's record
             self.recorder.send(0, found)
         self.speed.eval_s += time.perf_counter() - begin
@@ -502,7 +502,7 @@ class Loop:
             callback.on_evaluation(self, found)
         return dict(found)
 
-    def _judge(self, found: Mapping[str, float]) -> None:
+    def _compare_with_best(self, found: Mapping[str, float]) -> None:
         """Compare an evaluation with the best one so far, for ``checkpoint.best`` and ``train.patience``."""
         saving, patience, done = self.config.checkpoint, self.config.train.patience, self.done
         name = saving.best or "eval_loss"
@@ -584,7 +584,7 @@ class Loop:
                 message, is_over, problem = self.control.on_first(lambda left_s=left_s: uploads.wait(left_s))
 
     @property
-    def _again(self) -> str:
+    def _how_to_continue(self) -> str:
         return "start the same command again to continue" if self._is_own_loop else "continue with --resume"
 
     def _stop(self, signal_number: int) -> Outcome:
@@ -600,7 +600,7 @@ class Loop:
             raise StorageError(f"stop requested, but the step was not saved: {self.checkpoints.failures[-1]}")
         waited_s = time.monotonic() - self.stop.came_at_s if self.stop.signal_number else 0.0
         problem = self._finish_save(self.config.train.grace_s - waited_s - _ENDS_S)
-        reason = f"stop requested, saved step {self.done.step}, {self._again}"
+        reason = f"stop requested, saved step {self.done.step}, {self._how_to_continue}"
         if problem is not None:
             reason += f" on this machine: {problem.splitlines()[0]}"
         self.progress.say(reason)
@@ -619,5 +619,5 @@ class Loop:
         return (
             f"stop requested, but step {self.done.step} is not saved: that needs about {self.save_s:.0f} s, and"
             f" {max(left_s, 0):.0f} of {self.config.train.grace_s:g} s (train.grace_s) are left; safe: {self.safe},"
-            f" {self._again}"
+            f" {self._how_to_continue}"
         )

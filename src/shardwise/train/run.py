@@ -63,7 +63,7 @@ class Stateful(Protocol):
 _SEVERAL = "of each schedule"
 
 
-class _Together:
+class _StatefulList:
     """Several schedules that are saved and restored together."""
 
     def __init__(self, parts: Sequence[Stateful]) -> None:
@@ -148,9 +148,9 @@ class Run:
                     f"sw.Run({name}=...): {type(value).__name__} has no state_dict and load_state_dict, so that a"
                     " resume would begin its data anew.\n  Pass one that has, or leave it out."
                 )
-        self._kept = {
+        self._stateful = {
             "sampler": sampler,
-            "scheduler": _Together(scheduler) if isinstance(scheduler, Sequence) else scheduler,
+            "scheduler": _StatefulList(scheduler) if isinstance(scheduler, Sequence) else scheduler,
         }
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
@@ -222,7 +222,7 @@ class Run:
                 raise
             self._stack.__exit__(kind, error, trace)
         if isinstance(error, ShardwiseError) and self._world.source != "alone":
-            raise SystemExit(_left_with(error, self._world)) from error
+            raise SystemExit(_report_exit(error, self._world)) from error
         if kind is None and loop.outcome.exit_code:
             raise SystemExit(loop.outcome.exit_code)
         if kind is None and (loop.step == self._config.train.steps or loop.must_end):
@@ -236,7 +236,7 @@ class Run:
         except ShardwiseError as error:
             if self._world.source == "alone":
                 raise
-            raise SystemExit(_left_with(error, self._world)) from error
+            raise SystemExit(_report_exit(error, self._world)) from error
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class Run:
 
     def _make_steps(self, loop: Loop) -> Generator[int]:
         every = self._config.train.check_replicas_every
-        if loop.is_step_owed and every is not None and loop.step % every == 0:
+        if loop.has_unfinished_step and every is not None and loop.step % every == 0:
             loop.check_replicas(loop.step)
         with contextlib.closing(loop.steps()) as steps:
             for step in steps:
@@ -265,7 +265,7 @@ class Run:
                 try:
                     yield step
                 finally:  # also if the loop is left here
-                    self._note(loop)
+                    self._record_values(loop)
                 if every is not None and (step + 1) % every == 0:
                     loop.check_replicas(step + 1)
 
@@ -294,9 +294,9 @@ class Run:
                 f"run.log({', '.join(sorted(reserved))}=...): the record has this already; name it otherwise."
             )
         fields = {"loss": loss, "grad_norm": grad_norm, "tokens": tokens, **values}
-        self._logged |= {name: _kept(name, value) for name, value in fields.items() if value is not None}
+        self._logged |= {name: _detached(name, value) for name, value in fields.items() if value is not None}
 
-    def _note(self, loop: Loop) -> None:
+    def _record_values(self, loop: Loop) -> None:
         model, found = self._parts.model, dict(self._logged)
         loss, norm, tokens = (found.pop(name, None) for name in _KNOWN)
         pairs = {
@@ -304,7 +304,7 @@ class Run:
         }
         if tokens is not None:
             pairs[TOKENS] = float(tokens) * data_parallel_size(model), 1.0
-        loop.found(loss=loss, norm=norm, lr=float(self._parts.optimizers[0].param_groups[0]["lr"]), values=pairs)
+        loop.store(loss=loss, norm=norm, lr=float(self._parts.optimizers[0].param_groups[0]["lr"]), values=pairs)
 
     @contextlib.contextmanager
     def long(self, phase: str = "evaluation") -> Iterator[None]:
@@ -341,7 +341,7 @@ class Run:
         """Return the state that must be the same on every rank; a loader's state may differ."""
         states = {
             name: packed(part.state_dict(), f"sw.Run({name}=...)")
-            for name, part in self._kept.items()
+            for name, part in self._stateful.items()
             if name == "scheduler" or isinstance(part, sw.DistributedSampler)
             if part is not None
         }
@@ -354,7 +354,7 @@ class Run:
         Collective:
             One all-gather of small JSON if ``sampler`` is not an ``sw.DistributedSampler``.
         """
-        state, sampler = self._shared(), self._kept["sampler"]
+        state, sampler = self._shared(), self._stateful["sampler"]
         if sampler is not None and "sampler" not in state["kept"]:
             everyones = self._running.control.all_json(packed(sampler.state_dict(), "sw.Run(sampler=...)"))
             is_one = all(each == everyones[0] for each in everyones)
@@ -379,7 +379,7 @@ class Run:
     def restore(self, state: Mapping[str, Any]) -> list[str]:
         """Restore sampler and scheduler."""
         saved = state.get("kept", {})
-        for name, part in self._kept.items():
+        for name, part in self._stateful.items():
             if part is not None and name not in saved:
                 raise CheckpointError(
                     f"the checkpoint has no state of the {name}, which sw.Run({name}=...) is to restore.\n"
@@ -398,7 +398,7 @@ class Run:
                     own = of_reader(own[_BY_RANK], control.rank, control.size, what, "read by an sw.DistributedSampler")
                 part.load_state_dict(own)
         lines = resharded(state.get("mesh") or {}, sw.summary(self._parts.model).mesh)
-        loader = self._kept["sampler"]
+        loader = self._stateful["sampler"]
         if lines and loader is not None and not isinstance(loader, sw.DistributedSampler):
             lines.append(
                 f"sampler: the place of {type(loader).__name__} is that of the ranks before; samples are left out or"
@@ -470,10 +470,10 @@ def _num_schedules(schedulers: Any) -> str:
     return "one schedule"
 
 
-def _kept(name: str, value: Any) -> Any:
+def _detached(name: str, value: Any) -> Any:
     """Return a copy of a value without its graph, because it is read some steps later."""
     if isinstance(value, Mean) and name not in _KNOWN:
-        return Mean(_kept(name, value.total), _kept(name, value.count))
+        return Mean(_detached(name, value.total), _detached(name, value.count))
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().clone()
     if isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, Tensor)):
@@ -485,7 +485,7 @@ def _kept(name: str, value: Any) -> Any:
     )
 
 
-def _left_with(error: ShardwiseError, world: World) -> int:
+def _report_exit(error: ShardwiseError, world: World) -> int:
     """Report to the launcher why this rank exits, and return the exit code."""
 
     def fail() -> int:

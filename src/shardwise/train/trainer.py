@@ -319,7 +319,7 @@ class Trainer:
             update.stop()
         if loop.parts.average is not None:
             loop.parts.average.update()
-        loop.found(
+        loop.store(
             loss=loss,
             num_losses=batch.accumulation,
             norm=norm,

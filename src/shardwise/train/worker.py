@@ -146,7 +146,7 @@ def open_directory(
     own = run_dir or folder.newest(name)
     is_restart = own is not None and is_restarted(own, launchers, world)
     if auto_resumes and resume is None and run_dir is not None:
-        resume = "latest" if folder.holds_run(run_dir) or folder.stores_lost(run_dir, upload_to) else None
+        resume = "latest" if folder.holds_run(run_dir) or folder.has_lost_run(run_dir, upload_to) else None
     if run_dir is not None and (world.source != "launcher" or auto_resumes) and not is_restart:
         RunLock(run_dir, takes_over=takes_over).check()
     if own is not None and is_restart and resume is None:
@@ -160,9 +160,9 @@ def open_directory(
 
 def _check_shared(control: Control, directory: Path, world: World) -> None:
     """Refuse a folder that is not shared by all machines: one rank of each machine looks for a file of rank 0."""
-    name = control.on_first(lambda: folder.leave_probe(directory))
+    name = control.on_first(lambda: folder.write_probe(directory))
     try:
-        has_found = world.local_rank != 0 or folder.finds(directory, name)
+        has_found = world.local_rank != 0 or folder.wait_for_file(directory, name)
         where = [None if has_found else str(directory.absolute())]
         missing = {rank: path for rank, (path,) in enumerate(control.all_json(where)) if path is not None}
     finally:

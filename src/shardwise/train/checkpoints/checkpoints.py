@@ -29,14 +29,14 @@ from shardwise.train.folder import NEWEST, is_stored, read_run_id, read_small, r
 from shardwise.weights.state.average import ExponentialMovingAverage
 
 #: Keys whose changes are printed.
-_SAID = (
+_REPORTED = (
     *(f"train.{name}" for name in ("steps", "epochs", "micro_batch_size", "gradient_accumulation_steps")),
     *("train.eval_every", "train.eval_batches", "parallel"),
 )
 #: Keys that may differ, and keys that may differ only if ``--set`` changes them, because a change in a file may be an
 #: oversight.
 _FREE = (
-    *_SAID,
+    *_REPORTED,
     *(f"train.{name}" for name in ("patience", "sample_prompts", "sample_tokens", "check_memory", "non_finite")),
     *(f"train.{name}" for name in ("check_replicas_every", "max_skipped_steps", "step_timeout_s", "grace_s")),
     *("optimizer.flat", "optimizer.in_backward"),  # the same numbers either way
@@ -178,7 +178,9 @@ def check_config(saved: Mapping[str, Any], config: Config, overridden: Collectio
             f"  Only {', '.join(_FREE)} may differ, and {', '.join(_ON_REQUEST)} where --set asks for it (--set"
             f" optimizer.lr=1e-4). Restore the others{accumulated if batch else ''}, or start a new run."
         )
-    lines = [f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in changed if _is_in(key, (*_SAID, *requested))]
+    lines = [
+        f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in changed if _is_in(key, (*_REPORTED, *requested))
+    ]
     bends = config.schedule.name != "constant"
     return [f"{line}{_NEW_LENGTH if bends and line.startswith('train.steps') else ''}" for line in lines]
 
@@ -212,8 +214,8 @@ class Checkpoints:
         self._keep, self._allows_non_finite = section.keep, section.allow_non_finite
         self._control, self._device = control, device
         self.uploads = Uploads(run_dir, section.upload_to)
-        self._step_under_way = 0
-        self._is_told = False
+        self._saving_step = 0
+        self._is_reported = False
 
     def save(
         self,
@@ -258,7 +260,7 @@ class Checkpoints:
         except StorageError as error:
             return "\n".join(filter(None, (message, self._failed(step, error))))
         if not waits:
-            self._step_under_way, self._is_told = step, False
+            self._saving_step, self._is_reported = step, False
             return message
         self.saved_step = self.saved_step if is_best else step
         return "\n".join(filter(None, (message, *self._upload(step, below, keep)))) or None
@@ -270,15 +272,15 @@ class Checkpoints:
         path = step_directory(self._run_dir / below, step)
         return self.uploads.add(path, keep=keep or self._keep, run_id=self._run_id) if path.exists() else []
 
-    def hear(self) -> str | None:
+    def poll(self) -> str | None:
         """Return news of the running save and upload, as far as this rank knows. Does not wait."""
-        step = self._step_under_way
+        step = self._saving_step
         lines = self._upload(step) if step else []
         if self._control.is_first:
             lines += self.uploads.poll()
-        problem = sw.save_failure(self._model) if step and not self._is_told else None
+        problem = sw.save_failure(self._model) if step and not self._is_reported else None
         if problem is not None:
-            self._is_told = True
+            self._is_reported = True
             lines.append(self._warning(step, problem))
         return "\n".join(lines) or None
 
@@ -288,20 +290,20 @@ class Checkpoints:
         Collective:
             Those of ``sw.finish_save``. All ranks must call.
         """
-        step, self._step_under_way = self._step_under_way, 0
+        step, self._saving_step = self._saving_step, 0
         if not step:
             return None
         try:
             sw.finish_save(self._model)
         except (StorageError, CheckpointError) as error:
             message = self._failed(step, error)
-            return None if self._is_told else message
+            return None if self._is_reported else message
         self.saved_step = step
         return "\n".join(self._upload(step)) or None
 
     def _finish_before(self, step: int) -> str | None:
         """Call :meth:`finish` before ``step`` is saved; report a long wait."""
-        before, begin = self._step_under_way, time.monotonic()
+        before, begin = self._saving_step, time.monotonic()
         message = self.finish()
         waited_s = time.monotonic() - begin
         if not before or waited_s < _LONG_WAIT_S:
@@ -326,9 +328,9 @@ class Checkpoints:
         return self._warning(step, str(error))
 
     def _warning(self, step: int, problem: str) -> str:
-        return f"WARNING: step {step} was not saved; {self._kept}. {problem}"
+        return f"WARNING: step {step} was not saved; {self._last_checkpoint}. {problem}"
 
-    def note_run(self, path: Path | None) -> None:
+    def write_run_id(self, path: Path | None) -> None:
         """Write the run's id in its folder and on the store.
 
         Called only on rank 0, after the checkpoint to continue from, ``path``, is loaded.
@@ -337,7 +339,7 @@ class Checkpoints:
         replace_text(self._run_dir / RUN_ID, f"{self._run_id}\n")  # after the store, which may refuse
 
     @property
-    def _kept(self) -> str:
+    def _last_checkpoint(self) -> str:
         return f"step {self.saved_step} is kept" if self.saved_step else "there is no earlier checkpoint"
 
     def load(

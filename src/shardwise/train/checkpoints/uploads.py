@@ -29,7 +29,7 @@ class Uploads:
         self.problem: str | None = None  # why the newest checkpoint is neither uploaded nor being uploaded
         self._run_dir, self._process = run_dir.absolute(), Background()
         self._waiting: dict[str, dict[str, Any]] = {}
-        self._under_way: dict[str, Any] | None = None
+        self._running: dict[str, Any] | None = None
         self._known: set[Path] = set()
 
     def open(self, run_id: str, *, is_new: bool) -> None:
@@ -78,28 +78,28 @@ class Uploads:
     def poll(self) -> list[str]:
         """Start the next upload if none is running; return lines to print. Does not wait."""
         lines: list[str] = []
-        if self._under_way is not None and (outcome := self._process.poll()) is not None:
-            job, self._under_way = self._under_way, None
-            lines = self._judge(job, outcome)
-        if self._under_way is None and self._waiting:
-            job = self._under_way = self._waiting.pop(min(self._waiting))
+        if self._running is not None and (outcome := self._process.poll()) is not None:
+            job, self._running = self._running, None
+            lines = self._lines_of(job, outcome)
+        if self._running is None and self._waiting:
+            job = self._running = self._waiting.pop(min(self._waiting))
             self._process.begin(job, None, {})
         return lines
 
     def wait(self, limit_s: float) -> tuple[str, bool, str | None]:
         """Wait some seconds; return text to print, whether the wait is over, and why an upload is missing."""
         end, lines = time.monotonic() + min(limit_s, _ROUND_S), self.poll()
-        while self._under_way is not None and time.monotonic() < end:
+        while self._running is not None and time.monotonic() < end:
             time.sleep(_POLL_S)
             lines += self.poll()
-        late = None if self._under_way is None else "it was not uploaded in time (train.grace_s)"
+        late = None if self._running is None else "it was not uploaded in time (train.grace_s)"
         return "\n".join(lines), late is None or limit_s <= _ROUND_S, late or self.problem
 
     def close(self) -> None:
         """Abort a running upload."""
         self._process.close()
 
-    def _judge(self, job: Mapping[str, Any], outcome: Mapping[str, Any]) -> list[str]:
+    def _lines_of(self, job: Mapping[str, Any], outcome: Mapping[str, Any]) -> list[str]:
         path, to = Path(job["upload"]), job["to"]
         problem = f"step {step_of(path.name)} was not uploaded to {to}: {outcome.get('problem')}"
         if outcome.get("is_gone"):

@@ -52,7 +52,7 @@ class Document:
     where: dict[Key, str] = field(default_factory=dict)
     texts: dict[Key, str] = field(default_factory=dict)  # the text of unquoted scalars, by path
 
-    def lay(self, over: Document) -> None:
+    def merge(self, over: Document) -> None:
         """Merge ``over`` into these values: mappings key by key, everything else is replaced."""
         self.values = _merged(self.values, over.values)
         self.where |= over.where

@@ -113,7 +113,7 @@ class RunConfig:
 
     def to_yaml(self) -> str:
         """Return a YAML text that resolves to the same configuration, without the parts that the spec replaces."""
-        return self.config.to_yaml(without=_brought(self.spec))
+        return self.config.to_yaml(without=_replaced_by(self.spec))
 
 
 def data_of(resolved: RunConfig) -> Data:
@@ -289,7 +289,7 @@ def _check_evaluation(raw: RawConfig, spec: TrainSpec) -> None:
 _UNKNOWN = LanguageModel(1 << 31, None)
 
 
-def _brought(spec: TrainSpec) -> dict[str, set[str]]:
+def _replaced_by(spec: TrainSpec) -> dict[str, set[str]]:
     """Return the fields that the spec replaces, by section."""
     fields = {
         "model": set(ModelSection.model_fields),
@@ -304,7 +304,7 @@ def _check_spec(raw: RawConfig, spec: TrainSpec) -> None:
     """Report settings that the spec also provides, and settings that do not work with the spec."""
     config = raw.config
     of_model = {name for name in ("hf", "preset") if getattr(config.model, name)} | set(config.model.overrides)
-    for section, keys in _brought(spec).items():
+    for section, keys in _replaced_by(spec).items():
         for key in sorted(of_model if section == "model" else keys & raw.given_keys(section)):
             raw.fail(section, key, f"the spec brings the {section}; take it out")
     has_loss, of_tokens = spec.loss is not None, spec.data is None

@@ -539,7 +539,7 @@ def read_config(
     raw = RawConfig(title, document)
     for override in overrides:
         try:
-            _lay_override(document, override)
+            _merge_override(document, override)
         except Problem as problem:
             raw.mistakes[problem.where, problem.message] = None
     stem = "run" if path is None else Path(path).stem
@@ -573,7 +573,7 @@ def _read_chain(path: Path, seen: tuple[Path, ...]) -> Document:
             f"{where}: extends names {name!r}, which is not a file.\n  The path is relative to {path.name}."
         )
     below = _read_chain(base, chain)
-    _lay(below, document)
+    _merge(below, document)
     return below
 
 
@@ -581,7 +581,7 @@ def _read_chain(path: Path, seen: tuple[Path, ...]) -> Document:
 _RIVALS = (("train", "steps", "epochs"), ("data", "source", "mix"), ("model", "preset", "hf"))
 
 
-def _lay(document: Document, over: Document) -> None:
+def _merge(document: Document, over: Document) -> None:
     """Merge ``over`` into a document; a key in ``over`` also replaces the key's rival.
 
     A rival given by another ``--set`` is kept, because then the command contradicts itself and must be refused.
@@ -594,10 +594,10 @@ def _lay(document: Document, over: Document) -> None:
             is_set = document.where.get((section, rival), "").startswith("--set ")
             if new.get(key) is not None and rival not in new and not is_set:
                 old.pop(rival, None)
-    document.lay(over)
+    document.merge(over)
 
 
-def _lay_override(document: Document, text: str) -> None:
+def _merge_override(document: Document, text: str) -> None:
     key, equals, written = text.partition("=")
     path = tuple(key.strip().split("."))
     where = f"--set {key.strip()}"
@@ -614,7 +614,7 @@ def _lay_override(document: Document, text: str) -> None:
         value = {part: value}
     keys = [path[:n] for n in range(min(2, len(path)), len(path) + 1)] + [path + inner for inner in parsed.where]
     texts = {path + inner: text for inner, text in parsed.texts.items()}
-    _lay(document, Document(value, dict.fromkeys(keys, where), texts))
+    _merge(document, Document(value, dict.fromkeys(keys, where), texts))
     document.where.setdefault(path[:1], where)
 
 
@@ -642,19 +642,19 @@ def _checked(raw: RawConfig) -> Config:
                 details.setdefault(tuple(str(part) for part in detail["loc"][:depth]), []).append(detail)
             for path, found in details.items():
                 *above, key = path
-                section = functools.reduce(_item, above, values)
+                section = functools.reduce(_child, above, values)
                 text = raw.document.texts.get(path)
                 takes_text = any(detail["type"] == "string_type" for detail in found)
                 if takes_text and text is not None and not isinstance(section[key], str):
                     section[key] = text  # the field is a text: an unquoted word or number is used as text
                     continue
-                raw.fail_at(path, _explain(path, found, _item(section, key) if text is None else text))
+                raw.fail_at(path, _explain(path, found, _child(section, key) if text is None else text))
                 wrong.add(path[:2])
             for *above, key in wrong:
-                del functools.reduce(_item, above, values)[key]
+                del functools.reduce(_child, above, values)[key]
 
 
-def _item(container: Any, key: str) -> Any:
+def _child(container: Any, key: str) -> Any:
     """Return the value of a key in a mapping, or of an index in a list; ``None`` if a mapping lacks the key."""
     return container[int(key)] if isinstance(container, list) else container.get(key)
 

@@ -74,11 +74,11 @@ def prepare(
     content = digest.hexdigest()
     times = [file.stat().st_mtime_ns for file in source.files]  # because only a part of large data is hashed
     key = hashlib.sha256(f"{content}{times}".encode()).hexdigest()[:40]
-    if not (files := _made(cache, key)):
+    if not (files := _find_cached(cache, key)):
         if say is not None:
             say(f"tokenizing {printable(source.name)}, {sum(file.stat().st_size for file in source.files):,} bytes")
         _make(source, cache, key, form_of(first_row(source)), tokenizer.vocab_size)
-        files = _made(cache, key)
+        files = _find_cached(cache, key)
     found = [Examples.of((file,)) for file in files]
     return replace(
         source,
@@ -90,7 +90,7 @@ def prepare(
     )
 
 
-def _made(cache: Path, key: str) -> tuple[Path, ...]:
+def _find_cached(cache: Path, key: str) -> tuple[Path, ...]:
     """Return the files of the cache for ``key``. Folders of unfinished files are skipped."""
     found = cache.glob(f"generator/*{key}/*/*.arrow")
     return tuple(sorted(file for file in found if file.parent.suffix != ".incomplete"))

@@ -43,7 +43,7 @@ class Apportionment:
         """Return the number of samples of each source that are due before a time."""
         return [(time + half - 1) // (2 * half) for half in self._halves]
 
-    def taken(self, position: int) -> list[int]:
+    def counts_before(self, position: int) -> list[int]:
         """Return the number of samples of each source among the first ``position``."""
         early = max(position - len(self._halves), 0)  # each source is at most half a sample ahead of its share
         counts = self.due_before(math.floor(early * self._time_of_sample))
@@ -136,12 +136,12 @@ class MixedSampler(Sampler):
 
     def __post_init__(self) -> None:
         self._order = Apportionment(self.samples.weights)
-        self._counts = self._order.taken(0)
+        self._counts = self._order.counts_before(0)
 
     def sample(self, position: int) -> int:
         """Return the sample at a global position."""
         if position != self._next:
-            self._counts = self._order.taken(position)
+            self._counts = self._order.counts_before(position)
         source = self._order.following(self._counts)
         number, size = self._counts[source], self.samples.counts[source]
         self._counts[source], self._next = number + 1, position + 1

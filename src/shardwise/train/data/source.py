@@ -5,7 +5,7 @@ library) or ``random``. Its files contain text, token ids (``token_files``), or 
 only one of these kinds. They are read in the order of their paths. Text must be UTF-8.
 
 A run starts in seconds, whatever the amount of data. Before the first step only names and sizes are read, and at most
-``LOOKED_AT_BYTES`` of content from at most ``LOOKED_AT_FILES`` files, evenly spaced.
+``CHECKED_BYTES`` of content from at most ``CHECKED_FILES`` files, evenly spaced.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BYTE_VOCAB = 256
 STDLIB_BYTES = 4_000_000
 
 #: Maximum number of files and bytes that are read before training starts.
-LOOKED_AT_FILES, LOOKED_AT_BYTES = 256, 1 << 24
+CHECKED_FILES, CHECKED_BYTES = 256, 1 << 24
 
 _CHUNK = 1 << 22
 #: File name endings of data set rows, before an ending such as ``.gz``. Files with an ending of the second group are
@@ -88,7 +88,7 @@ class Source:
 
         Of large data only the beginnings of some files are read; other ids are checked when their sample is read.
         """
-        for file, length, most in self._looked_at():
+        for file, length, most in self._files_to_check():
             if self.kind in {"tokens", "examples"}:
                 check_tokens(file, vocab_size, num_bytes=most)
             elif self.kind == "text":
@@ -106,7 +106,7 @@ class Source:
             files = [("", self.num_tokens)]  # the number of files of a cache depends on the machine
         for name, length in files:
             digest.update(f"{name}\0{length}\0".encode())
-        for file, _, most in self._looked_at():
+        for file, _, most in self._files_to_check():
             size = file.stat().st_size
             digest.update(f"{size}\0".encode())
             with file.open("rb") as handle:
@@ -120,13 +120,13 @@ class Source:
             digest.update(other.fingerprint().encode())
         return digest.hexdigest()
 
-    def _looked_at(self) -> list[tuple[Path, int, int]]:
+    def _files_to_check(self) -> list[tuple[Path, int, int]]:
         """Return the files to read before training, each with its tokens and the maximum bytes to read."""
         if self.content or self.parts:
             return []
-        chosen = _spaced(list(zip(self.files, self.lengths, strict=True)))
-        whole = sum(file.stat().st_size for file, _ in chosen) <= LOOKED_AT_BYTES
-        most = LOOKED_AT_BYTES if whole else LOOKED_AT_BYTES // len(chosen)
+        chosen = _evenly_spaced(list(zip(self.files, self.lengths, strict=True)))
+        whole = sum(file.stat().st_size for file, _ in chosen) <= CHECKED_BYTES
+        most = CHECKED_BYTES if whole else CHECKED_BYTES // len(chosen)
         return [(file, length, most) for file, length in chosen]
 
 
@@ -219,22 +219,22 @@ def find_source(name: str, *, max_bytes: int | None = None) -> Source:
         return _remote(name, max_bytes)
     try:
         files = _find_files(name)
-        looked_at = _spaced(files)
+        checked = _evenly_spaced(files)
         if holds_records(files):
             return _records(name, files, max_bytes)
-        kinds = [is_token_file(file) for file in looked_at]
+        kinds = [is_token_file(file) for file in checked]
         if any(kinds):
             if not all(kinds):
-                raise text_among_tokens(looked_at[kinds.index(False)], name)
-            return _tokens(name, files, looked_at, max_bytes)
+                raise text_among_tokens(checked[kinds.index(False)], name)
+            return _tokens(name, files, checked, max_bytes)
         return _text(name, files, max_bytes)
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}.\n  Check data.source and its permissions.") from None
 
 
-def _spaced(items: Sequence[T]) -> list[T]:
-    """Return at most ``LOOKED_AT_FILES`` items, evenly spaced, including the first and the last."""
-    count = min(len(items), LOOKED_AT_FILES)
+def _evenly_spaced(items: Sequence[T]) -> list[T]:
+    """Return at most ``CHECKED_FILES`` items, evenly spaced, including the first and the last."""
+    count = min(len(items), CHECKED_FILES)
     return [items[index * (len(items) - 1) // max(count - 1, 1)] for index in range(count)]
 
 
@@ -268,11 +268,11 @@ def _records(name: str, files: Sequence[Path], max_bytes: int | None) -> Source:
     return Source(name, "records", tuple(files), tuple(file.stat().st_size for file in files), None)
 
 
-def _tokens(name: str, files: Sequence[Path], looked_at: Sequence[Path], max_bytes: int | None) -> Source:
+def _tokens(name: str, files: Sequence[Path], checked: Sequence[Path], max_bytes: int | None) -> Source:
     if max_bytes is not None:
         raise DataError(f"data.max_bytes is for text, and {name!r} holds token files.\n  Take max_bytes out.")
-    headers = {file: read_header(file) for file in looked_at}
-    usual = headers[looked_at[0]]
+    headers = {file: read_header(file) for file in checked}
+    usual = headers[checked[0]]
     lengths = [
         headers[file].num_tokens if file in headers else (file.stat().st_size - usual.offset) // usual.dtype.itemsize
         for file in files

@@ -128,24 +128,24 @@ class StreamSampler(IterableSampler):
     seq_len: int = field(kw_only=True)
     _begin: tuple[int, int, int] = field(default=(0, 0, 0), init=False)  # epoch, file's place in it, row in the file
     _window: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)), init=False)
-    _taken: int = field(default=0, init=False)
+    _num_taken: int = field(default=0, init=False)
     _order: Sequence[int] | Permutation = field(default=(), init=False)
-    _ahead: Iterator[Any] | None = field(default=None, init=False)
+    _windows_ahead: Iterator[Any] | None = field(default=None, init=False)
 
     def _next(self) -> np.ndarray:
-        if self._ahead is None:
-            self._ahead = _one_ahead(self._windows((0, 0, 0)))
-        while self._taken >= len(self._window):
+        if self._windows_ahead is None:
+            self._windows_ahead = _prefetch(self._windows((0, 0, 0)))
+        while self._num_taken >= len(self._window):
             self._open(taken=0)
-        self._taken += 1
-        return self._window[self._order[self._taken - 1]]
+        self._num_taken += 1
+        return self._window[self._order[self._num_taken - 1]]
 
     def _open(self, taken: int) -> None:
-        assert self._ahead is not None
-        self._begin, self._window = next(self._ahead)
+        assert self._windows_ahead is not None
+        self._begin, self._window = next(self._windows_ahead)
         epoch, place, row = self._begin
         self._order = Permutation(max(len(self._window), 1), seed=self.seed + 1 + place, epoch=epoch + row)
-        self._taken = taken
+        self._num_taken = taken
 
     def _windows(self, begin: tuple[int, int, int]) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
         """Yield windows from ``begin`` on, each with its start, as tokens (number of samples, seq_len + 1)."""
@@ -179,28 +179,28 @@ class StreamSampler(IterableSampler):
     def state(self) -> dict[str, int]:
         """Return the state for a checkpoint."""
         where = dict(zip(("epoch", "place", "row"), self._begin, strict=True))
-        return {**Sampler.state(self), **where, "taken": self._taken, "num_files": len(self.data.files)}
+        return {**Sampler.state(self), **where, "taken": self._num_taken, "num_files": len(self.data.files)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, on any number of ranks; reads the window again."""
         Sampler.load_state(self, state)
         epoch, place, row, taken = (natural(state, key) for key in ("epoch", "place", "row", "taken"))
         if place < len(self.data.files):
-            self._ahead = _one_ahead(self._windows((epoch, place, row)))
+            self._windows_ahead = _prefetch(self._windows((epoch, place, row)))
             self._open(taken)
         if taken > len(self._window):
             raise CheckpointError(f"the checkpoint's sampler has no such place: {state}.\n  Resume from another one.")
 
 
-def _one_ahead(items: Iterator[Any]) -> Iterator[Any]:
+def _prefetch(items: Iterator[Any]) -> Iterator[Any]:
     """Yield the same items; a thread computes each of them while the item before is used."""
-    made = _begun(items)
+    made = _start_next(items)
     while True:
-        found, made = made.result(), _begun(items)
+        found, made = made.result(), _start_next(items)
         yield found
 
 
-def _begun(items: Iterator[Any]) -> Future[Any]:
+def _start_next(items: Iterator[Any]) -> Future[Any]:
     made: Future[Any] = Future()
 
     def make() -> None:

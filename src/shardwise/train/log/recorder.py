@@ -95,13 +95,13 @@ def check_extras(config: Config) -> None:
 _Tracker = tuple[Callable[[int, Mapping[str, float]], object], Callable[[int], object]]
 
 
-def _kept_id(directory: Path, tracker: str) -> str:
+def _load_id(directory: Path, tracker: str) -> str:
     """Return the id of this folder's run at a tracker, for a resume; empty before the first start."""
     path = directory / f"{tracker}-id"
     return path.read_text("utf-8").strip() if path.is_file() else ""
 
 
-def _keep_id(directory: Path, tracker: str, chosen: str) -> str:
+def _save_id(directory: Path, tracker: str, chosen: str) -> str:
     """Store the id for later starts, and return it."""
     replace_text(directory / f"{tracker}-id", chosen + "\n")
     return chosen
@@ -110,9 +110,9 @@ def _keep_id(directory: Path, tracker: str, chosen: str) -> str:
 def _wandb(directory: Path, config: dict[str, Any]) -> _Tracker:
     import wandb  # pyrefly: ignore[missing-import]
 
-    chosen = os.environ.get("WANDB_RUN_ID") or _kept_id(directory, "wandb") or secrets.token_hex(6)
+    chosen = os.environ.get("WANDB_RUN_ID") or _load_id(directory, "wandb") or secrets.token_hex(6)
     run = wandb.init(
-        dir=str(directory), id=_keep_id(directory, "wandb", chosen), name=directory.name, config=config, resume="allow"
+        dir=str(directory), id=_save_id(directory, "wandb", chosen), name=directory.name, config=config, resume="allow"
     )
     return lambda step, values: run.log(dict(values), step=step), run.finish
 
@@ -120,8 +120,8 @@ def _wandb(directory: Path, config: dict[str, Any]) -> _Tracker:
 def _mlflow(directory: Path, config: dict[str, Any]) -> _Tracker:
     import mlflow  # pyrefly: ignore[missing-import]
 
-    run = mlflow.start_run(run_id=_kept_id(directory, "mlflow") or None, run_name=directory.name)
-    chosen = _keep_id(directory, "mlflow", run.info.run_id)
+    run = mlflow.start_run(run_id=_load_id(directory, "mlflow") or None, run_name=directory.name)
+    chosen = _save_id(directory, "mlflow", run.info.run_id)
     mlflow.log_dict(config, "config.json")
 
     def end(exit_code: int) -> None:
@@ -134,9 +134,9 @@ def _mlflow(directory: Path, config: dict[str, Any]) -> _Tracker:
 def _trackio(directory: Path, config: dict[str, Any]) -> _Tracker:
     import trackio  # pyrefly: ignore[missing-import]
 
-    chosen = _kept_id(directory, "trackio") or f"{directory.name}-{secrets.token_hex(3)}"
+    chosen = _load_id(directory, "trackio") or f"{directory.name}-{secrets.token_hex(3)}"
     project = os.environ.get("TRACKIO_PROJECT", "shardwise")
-    name = _keep_id(directory, "trackio", chosen)
+    name = _save_id(directory, "trackio", chosen)
     run = trackio.init(project=project, name=name, config=config, resume="allow", embed=False)
     return lambda step, values: run.log(dict(values), step=step), lambda _exit_code: run.finish()
 
@@ -145,7 +145,7 @@ def _trackio(directory: Path, config: dict[str, Any]) -> _Tracker:
 TRACKERS = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
 
 
-def _begun(name: str, directory: Path, config: Config) -> _Tracker:
+def _start_tracker(name: str, directory: Path, config: Config) -> _Tracker:
     try:
         return TRACKERS[name](directory, config.model_dump(mode="json"))
     except (OSError, ShardwiseError):
@@ -162,7 +162,7 @@ class Recorder:
 
     def __init__(self, directory: Path, config: Config, step: int) -> None:
         """Open all destinations; drop records after ``step`` from an earlier run's metrics.jsonl."""
-        self._trackers = [_begun(name, directory, config) for name in TRACKERS if getattr(config.log, name)]
+        self._trackers = [_start_tracker(name, directory, config) for name in TRACKERS if getattr(config.log, name)]
         self._file = MetricsFile(directory / METRICS, keep_steps=step)
         self._board: Any = None
         is_wanted = config.log.tensorboard

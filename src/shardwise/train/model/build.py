@@ -26,7 +26,7 @@ from shardwise.train.data.rows import Samples
 from shardwise.train.data.source import is_indexed, is_loader
 from shardwise.train.data.user_data import UserSamples
 from shardwise.train.model.lora import adapt, renamed
-from shardwise.train.model.pretrained import NotNamedError, deferred_from_folder, model_from_folder, tell_whole
+from shardwise.train.model.pretrained import NotNamedError, deferred_from_folder, model_from_folder, warn_of_full_load
 from shardwise.train.spec import Mean
 from shardwise.train.task import ANSWER, CAUSAL, CLASS, Task
 
@@ -90,7 +90,7 @@ def defer_model(resolved: RunConfig, device: torch.device) -> tuple[nn.Module, W
         model, files = _deferred_hf(Path(section.hf).expanduser(), lora, device)
         return _with_loss(resolved, model), files
     except NotNamedError as error:
-        tell_whole(f"model.hf={section.hf}", error)
+        warn_of_full_load(f"model.hf={section.hf}", error)
         torch.set_rng_state(generator)
         return build_model(resolved, device), None
 

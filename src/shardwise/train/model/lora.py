@@ -40,7 +40,7 @@ def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = T
             f"lora.targets={section.targets!r}: {first_line(error)}\n"
             "  Name layers by the ends of their names, such as [q_proj, v_proj], or leave targets out: all linear ones."
         ) from None
-    ends = {name for path, layer in model.named_modules() if hasattr(layer, "base_layer") for name in _ends(path)}
+    ends = {name for path, layer in model.named_modules() if hasattr(layer, "base_layer") for name in _last_parts(path)}
     named = section.targets if isinstance(section.targets, list | tuple) else ()
     if lost := [name for name in named if name not in ends]:
         raise ConfigError(
@@ -50,7 +50,7 @@ def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = T
     if draws:
         for module in model.modules():
             if isinstance(module, peft.tuners.lora.LoraLayer):
-                _draw(module)
+                _initialize(module)
         unlike = [name for name, p in model.named_parameters() if f".{NAME}" in name and p.is_meta]
         if unlike:
             raise ConfigError(
@@ -58,11 +58,11 @@ def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = T
                 "  Leave embeddings out."
             )
         if section.adapter is not None:
-            _read(peft, model, Path(section.adapter).expanduser())
+            _load_adapter(peft, model, Path(section.adapter).expanduser())
     return model
 
 
-def _ends(path: str) -> list[str]:
+def _last_parts(path: str) -> list[str]:
     """The full name and its ends: ``a.b.c``, ``b.c`` and ``c``."""
     parts = path.split(".")
     return [".".join(parts[place:]) for place in range(len(parts))]
@@ -138,7 +138,7 @@ def _config(peft: Any, section: LoraSection, base: Path) -> Any:
     return config
 
 
-def _draw(layer: Any) -> None:
+def _initialize(layer: Any) -> None:
     """Initialize a layer's adapter if it has no values, and convert it to fp32, as peft does for a base in 16 bit."""
     linears = [each[NAME] for each in (layer.lora_A, layer.lora_B) if NAME in each]
     if any(parameter.is_meta for module in linears for parameter in module.parameters()):
@@ -150,7 +150,7 @@ def _draw(layer: Any) -> None:
         module.float()
 
 
-def _read(peft: Any, model: nn.Module, folder: Path) -> None:
+def _load_adapter(peft: Any, model: nn.Module, folder: Path) -> None:
     from safetensors.torch import load_file
 
     path = folder / "adapter_model.safetensors"

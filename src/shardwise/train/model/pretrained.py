@@ -70,7 +70,7 @@ def from_pretrained(folder: str | os.PathLike[str], plan: ParallelPlan | str | N
     try:
         model, files = deferred_from_folder(path, of_any_task=True)
     except NotNamedError as error:
-        tell_whole(str(path), error)
+        warn_of_full_load(str(path), error)
         torch.set_rng_state(generator)
         model, files = model_from_folder(path, of_any_task=True), None
         if torch.cuda.is_available():
@@ -78,7 +78,7 @@ def from_pretrained(folder: str | os.PathLike[str], plan: ParallelPlan | str | N
     return parallelize(model, plan, init=files, **fields)
 
 
-def tell_whole(name: str, error: Exception) -> None:
+def warn_of_full_load(name: str, error: Exception) -> None:
     """Print once why every rank loads the full model."""
     tell_once(f"every rank loads {printable(name)} whole, since {printable(str(error).splitlines()[0])}")
 

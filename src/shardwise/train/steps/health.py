@@ -62,7 +62,7 @@ class Health:
 
     def _spike(self, step: int, values: ReadStep) -> str | None:
         loss = values.loss
-        found = None if self._spikes is None or loss is None else self._spikes.look(loss)
+        found = None if self._spikes is None or loss is None else self._spikes.check(loss)
         if found is None:
             return None
         where, rank = self._dump_step(step, found, values), max(values.losses, key=values.losses.__getitem__)
@@ -104,7 +104,7 @@ class LossSpikes:
         self._threshold = threshold
         self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)
 
-    def look(self, loss: float) -> str | None:
+    def check(self, loss: float) -> str | None:
         """Return a description of a spike, or ``None``, and store the loss for later comparisons."""
         before = list(self._losses)
         if math.isfinite(loss):

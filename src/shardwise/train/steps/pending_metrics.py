@@ -120,7 +120,7 @@ class PendingMetrics:
     slow: SlowRanks = field(init=False)
     _read_at: float = field(default_factory=time.perf_counter)
     _has_read: bool = False
-    _count: int = 1  # steps until the next reading is due by time; the first step is read at once
+    _max_pending: int = 1  # steps until the next reading is due by time; the first step is read at once
 
     def __post_init__(self) -> None:
         """Start the comparison of the ranks' speed."""
@@ -128,7 +128,7 @@ class PendingMetrics:
 
     def is_due(self, step: int) -> bool:
         """Return whether values must be read after ``step``, the same on every rank."""
-        return step % self.every == 0 or len(self.steps) >= self._count
+        return step % self.every == 0 or len(self.steps) >= self._max_pending
 
     def read(self, *, own_peak_bytes: int, own_signal: int) -> list[ReadStep]:
         """Exchange and read the values of the steps.
@@ -155,7 +155,7 @@ class PendingMetrics:
             self.warning = self.slow.add(len(steps), [row[3] for row in rows], [row[4] for row in rows])
         self._has_read = True
         pace_s = rows[0][0] / max(len(steps), 1)  # rank 0's time, so that all ranks use the same number
-        self._count = max(1, math.floor(LONGEST_PENDING_S / pace_s)) if pace_s > 0 else self.every
+        self._max_pending = max(1, math.floor(LONGEST_PENDING_S / pace_s)) if pace_s > 0 else self.every
         found, place = [], 5
         for step, of_step in zip(steps, names, strict=True):
             losses = {rank: row[place] / step.num_losses for rank, row in enumerate(rows) if row[place + 2]}
@@ -195,11 +195,11 @@ class SlowRanks:
     def __init__(self, size: int) -> None:
         self._steps = 0
         self._work_s, self._data_s = [0.0] * size, [0.0] * size
-        self._is_told = False
+        self._is_reported = False
 
     def add(self, num_steps: int, work_s: Sequence[float], data_s: Sequence[float]) -> str | None:
         """Add each rank's work in ``num_steps`` steps, and the part for data; return a warning if a rank is slow."""
-        if self._is_told or len(self._work_s) < 2:
+        if self._is_reported or len(self._work_s) < 2:
             return None
         self._steps += num_steps
         self._work_s = [total + new for total, new in zip(self._work_s, work_s, strict=True)]
@@ -207,7 +207,7 @@ class SlowRanks:
         if self._steps < COMPARED_STEPS:
             return None
         text = self._slowest()
-        self._is_told = text is not None
+        self._is_reported = text is not None
         self._steps, self._work_s, self._data_s = 0, [0.0] * len(work_s), [0.0] * len(data_s)
         return text
 
