@@ -36,7 +36,9 @@ class _Repeats(Observer):
 
     def before_reduce(self, engine: Engine, unit: Unit) -> None:  # noqa: ARG002
         """Drop the gradients that a repeated batch gave a unit."""
-        for group in unit.groups if self.is_repeat and not self._has_sums else ():
+        if not self.is_repeat or self._has_sums:
+            return
+        for group in (each for each in unit.groups if not each.facts.is_expert):  # experts compute other ranks' tokens
             for index in range(len(group.unsharded) if not group.gradient.has_sums else 0):
                 group.gradient.forget(index)
 

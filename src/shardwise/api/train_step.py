@@ -128,7 +128,7 @@ def eval_step(
         ]
         mean = torch.stack([loss.double() for loss in found]).mean().reshape(1)
     if losses is None:
-        engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.comms.num_ranks).wait()
+        engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.num_ranks_with_data).wait()
     else:
         losses += found
     return mean.squeeze(0).to(found[0].dtype)

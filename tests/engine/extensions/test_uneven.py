@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.models import gpt
 from shardwise.spec.errors import RankDisagreement, StateError
 from shardwise.testing import checks, probe, run_on_ranks, same_bits
 from tests.common import families, models
@@ -264,21 +265,57 @@ def test_buffers_are_those_of_the_ranks_that_have_a_batch():
         run_on_ranks(buffers, 3, mode)
 
 
-def mean_losses():
-    """The mean of sw.train_step is that of the ranks that have a batch; every rank makes every step."""
-    rank = dist.get_rank()
-    model = sw.parallelize(Chain())
+def mean_losses(pp):
+    """The means of sw.train_step and sw.eval_step are those of the ranks that have a batch; all make every step."""
+    model = sw.parallelize(Chain(), pp=pp)
+    rank = sw.data_parallel_rank(model)
     means = [
-        sw.train_step(model, sample(rank, step), lambda y, _, weight=weight: weight * y.square().mean())
+        float(step_of(model, sample(rank, step), lambda y, _, weight=weight: weight * y.square().mean(), 1))
         for step, weight in sw.join(model, range(1 + rank))
+        for step_of in (sw.train_step, sw.eval_step)
     ]
-    return [float(mean) for mean in means], float(plain_loss(Chain(), 1, 1).detach())
+    return means, float(plain_loss(Chain(), 1, 1).detach())
 
 
-def test_the_mean_loss_is_that_of_the_ranks_that_have_a_batch():
-    (first, _), (second, alone) = run_on_ranks(mean_losses, 2)
-    assert first == second
-    assert second[1] == alone
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_mean_loss_is_that_of_the_ranks_that_have_a_batch(pp):
+    results = run_on_ranks(mean_losses, 2 * pp, pp)
+    means, alone = results[0]
+    assert all(each == results[0] for each in results)
+    assert means[0] == means[1]
+    assert means[2:] == [alone, alone]
+
+
+def with_experts(strategy):
+    """Experts of a rank without a batch have gradients of other ranks' tokens."""
+    counts, rank = (2, 4), dist.get_rank()
+    copies = [gpt_with_experts() for _ in counts]
+    reference = torch.optim.SGD(copies[0].parameters(), lr=0.3)
+    model = sw.parallelize(gpt_with_experts(), strategy=strategy, ep=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for step, weight in sw.join(model, range(counts[rank])):
+        (weight * token_loss(model, rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for step in range(max(counts)):
+        one_process(copies, token_loss, reference, [(r, step) for r in range(2) if step < counts[r]], 2)
+    found, wanted = sw.full_state_dict(model), copies[0].state_dict()
+    return max((found[name] - wanted[name]).abs().max().item() for name in wanted) if found else 0.0  # {} on rank 1
+
+
+def gpt_with_experts():
+    torch.manual_seed(0)
+    return gpt("gpt-tiny", num_layers=1, hidden=16, num_heads=2, vocab_size=32, seq_len=8, num_experts=4)
+
+
+def token_loss(model, rank, step):
+    tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(10 * step + rank))
+    return model(tokens[:, :-1], tokens[:, 1:])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_experts_learn_from_the_tokens_of_ranks_that_still_have_a_batch(strategy):
+    assert run_on_ranks(with_experts, 2, strategy)[0] < 1e-6
 
 
 @on_ranks(2)

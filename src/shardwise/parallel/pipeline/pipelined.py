@@ -275,7 +275,7 @@ class Pipelined(Uncopyable):
         for loss in losses:
             total += loss.double()
         mean = (total / max(len(losses), 1)).reshape(1)
-        engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.comms.num_ranks).wait()
+        engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.num_ranks_with_data).wait()
         code = float(DTYPES.index(dtype_name(losses[0].dtype))) if losses else 0.0
         told = torch.full((1,), code, dtype=torch.float64, device=self._comm.host.device)
         self._comm.all_reduce(mean, unit="loss").wait()
