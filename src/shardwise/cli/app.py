@@ -51,13 +51,13 @@ def build() -> typer.Typer:
     app.callback()(_version_option)
     for verb, place in VERBS.items():
         module, _, name = place.partition(":")
-        held: Any = getattr(importlib.import_module(f"shardwise.cli.{module}"), name)
-        if isinstance(held, typer.Typer):
-            for each in held.registered_commands:
+        command: Any = getattr(importlib.import_module(f"shardwise.cli.{module}"), name)
+        if isinstance(command, typer.Typer):
+            for each in command.registered_commands:
                 each.short_help = _summary(each.callback)
-            app.add_typer(held, name=verb)
+            app.add_typer(command, name=verb)
         else:
-            app.command(verb, short_help=_summary(held))(held)
+            app.command(verb, short_help=_summary(command))(command)
     return app
 
 
@@ -69,9 +69,9 @@ def _summary(verb: object) -> str:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Errors of shardwise become a block of text and their exit code; others keep their traceback."""
-    given = fill_in_resume(sys.argv[1:] if arguments is None else arguments)
+    words = fill_in_resume(sys.argv[1:] if arguments is None else arguments)
     try:
-        result = build()(given, prog_name="shardwise", standalone_mode=True, obj=given)
+        result = build()(words, prog_name="shardwise", standalone_mode=True, obj=words)
     except SystemExit as end:
         if isinstance(end.code, str):
             sys.stderr.write(end.code + "\n")

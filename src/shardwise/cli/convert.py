@@ -69,15 +69,15 @@ class Row:
         """Whether ``key`` matches one of the row's patterns."""
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.keys.split())
 
-    def value(self, given: Any) -> Any:
+    def value(self, old: Any) -> Any:
         """Return the value in the run's configuration, or ``"default"``.
 
         Raises:
             KeyError: The value has no counterpart.
         """
-        word = str(given).lower() if isinstance(given, bool | str) else f"{given:g}" if _is_number(given) else ""
+        word = str(old).lower() if isinstance(old, bool | str) else f"{old:g}" if _is_number(old) else ""
         is_open = all(value is None or value == "default" or _is_number(value) for value in self.values.values())
-        return given if self.sets and is_open and word not in self.values else self.values[word]
+        return old if self.sets and is_open and word not in self.values else self.values[word]
 
 
 @functools.cache
@@ -86,42 +86,42 @@ def tables() -> dict[str, tuple[dict[str, Any], list[Row]]]:
     from shardwise.train.config.document import parse_yaml
 
     text = (Path(__file__).parent / "data" / "conversion.yaml").read_text("utf-8")
-    held = parse_yaml(text, "conversion.yaml").values
-    return {kind: (table["defaults"], [Row(**row) for row in table["rows"]]) for kind, table in held.items()}
+    projects = parse_yaml(text, "conversion.yaml").values
+    return {kind: (table["defaults"], [Row(**row) for row in table["rows"]]) for kind, table in projects.items()}
 
 
 @dataclass
-class Conversion:
-    """A conversion in progress."""
+class Draft:
+    """The configuration under construction."""
 
-    given: dict[str, Any]  # the other project's values, by key with its sections
-    made: dict[str, Any] = field(default_factory=dict)  # values of the run's configuration, by key with its section
-    why: dict[str, list[str]] = field(default_factory=dict)  # origins of each key in ``made``
-    #: Original keys without a value in ``made``, by group (``automatic``, ``none`` or ``auto``) and explanation.
+    original: dict[str, Any]  # the other project's values, by key with its sections
+    result: dict[str, Any] = field(default_factory=dict)  # values of the run's configuration, by key with its section
+    why: dict[str, list[str]] = field(default_factory=dict)  # origins of each key in ``result``
+    #: Original keys without a value in ``result``, by group (``automatic``, ``none`` or ``auto``) and explanation.
     notes: dict[str, dict[str, list[str]]] = field(default_factory=lambda: {title: {} for title in _TITLES})
 
     def put(self, key: str, value: Any, reason: str) -> None:
         """Set a key of the run's configuration. Replaces an earlier value, but keeps its reason."""
-        self.made[key] = value
+        self.result[key] = value
         self.why.setdefault(key, []).append(reason)
 
     def drop(self, key: str, reason: str) -> None:
         """Remove a key of the run's configuration."""
-        if key in self.made:
-            del self.made[key]
+        if key in self.result:
+            del self.result[key]
             for source in self.why.pop(key):
                 self.note("none", source, reason)
 
     def take(self, kind: str) -> None:
         """Apply the rows of a project, and its defaults for missing keys."""
         usual, rows = tables()[kind]
-        left, usual = dict(self.given), dict(usual)
+        unknown, usual = dict(self.original), dict(usual)
         for row in rows:
-            found = {key: left.pop(key) for key in list(left) if row.matches(key)}
+            found = {key: unknown.pop(key) for key in list(unknown) if row.matches(key)}
             others = {key: usual.pop(key) for key in list(usual) if row.matches(key)}
             for key, value in (found or others).items():
                 self._apply(row, key, value, "" if found else f" ({kind}'s default)")
-        for key, value in left.items():
+        for key, value in unknown.items():
             self.note("none", _shown(key, value), "`shardwise convert` does not know this key")
 
     def note(self, group: str, shown: str, text: str) -> None:
@@ -147,7 +147,7 @@ class Conversion:
 
     def parallel(self) -> dict[str, Any]:
         """Return the ``parallel`` section."""
-        return _nested(self.made).get("parallel", {})
+        return _nested(self.result).get("parallel", {})
 
 
 def converted(file: Path, *, model: str | None = None, data: str | None = None) -> str:
@@ -162,20 +162,20 @@ def converted(file: Path, *, model: str | None = None, data: str | None = None) 
             f"{printable(file)} is not a configuration of {', '.join(MARKS)}.\n  Their keys are {known}."
             f"\n  One of shardwise needs no conversion: shardwise validate {printable(file)}"
         )
-    made = Conversion(dict(_flat(values)))
-    made.take(kind)
-    _FINISH[kind](made)
-    if kind == "Accelerate" and (other := made.given.get("deepspeed_config.deepspeed_config_file")):
+    draft = Draft(dict(_flat(values)))
+    draft.take(kind)
+    _FINISH[kind](draft)
+    if kind == "Accelerate" and (other := draft.original.get("deepspeed_config.deepspeed_config_file")):
         path = next((path for path in (file.parent / str(other), Path(str(other))) if path.is_file()), None)
         if path is None:
-            made.note("none", _shown("deepspeed_config_file", other), "there is no such file: convert it separately")
+            draft.note("none", _shown("deepspeed_config_file", other), "there is no such file: convert it separately")
         else:
-            inner = Conversion(dict(_flat(read_document(path).values)), made.made, made.why, made.notes)
+            inner = Draft(dict(_flat(read_document(path).values)), draft.result, draft.why, draft.notes)
             inner.take("DeepSpeed")
             _finish_deepspeed(inner)
-    _finish(made, file)
-    _stand_in(made, model, data)
-    return _text(made, kind, file)
+    _finish(draft, file)
+    _put_model_and_data(draft, model, data)
+    return _text(draft, kind, file)
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -186,8 +186,8 @@ def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
         if isinstance(value, dict):
             yield from _flat(value, f"{above}{name}.")
         else:
-            held = plain_scalar(value) if isinstance(value, str) else value
-            yield above + name, int(held) if isinstance(held, float) and held.is_integer() else held
+            scalar = plain_scalar(value) if isinstance(value, str) else value
+            yield above + name, int(scalar) if isinstance(scalar, float) and scalar.is_integer() else scalar
 
 
 def _is_number(value: Any) -> bool:
@@ -202,128 +202,130 @@ def _shown(key: str, value: Any) -> str:
 # -- several keys at once
 
 
-def _finish_accelerate(made: Conversion) -> None:
-    computed = made.made.get("parallel.mp_policy.param_dtype")
-    if str(made.given.get("distributed_type")).upper() == "FSDP" and computed:
-        made.put("parallel.mp_policy.reduce_dtype", computed, "FSDP reduces in the dtype of mixed_precision")
-    if "size" not in str(made.given.get("fsdp_config.fsdp_auto_wrap_policy")).lower():
-        made.drop("parallel.auto_wrap_policy.by_size", "only with SIZE_BASED_WRAP")
-    if made.made.get("parallel.dp_replicate", 1) > 1 and made.made.get("parallel.dp_shard", 1) > 1:
-        _make_hybrid(made, "two sizes of data parallelism")
-    elif made.made.get("parallel.strategy") in {"hsdp", "hybrid_shard_grad_op"}:
-        machines, count = made.given.get("num_machines", 1), made.given.get("num_processes")
+def _finish_accelerate(draft: Draft) -> None:
+    computed = draft.result.get("parallel.mp_policy.param_dtype")
+    if str(draft.original.get("distributed_type")).upper() == "FSDP" and computed:
+        draft.put("parallel.mp_policy.reduce_dtype", computed, "FSDP reduces in the dtype of mixed_precision")
+    if "size" not in str(draft.original.get("fsdp_config.fsdp_auto_wrap_policy")).lower():
+        draft.drop("parallel.auto_wrap_policy.by_size", "only with SIZE_BASED_WRAP")
+    if draft.result.get("parallel.dp_replicate", 1) > 1 and draft.result.get("parallel.dp_shard", 1) > 1:
+        _make_hybrid(draft, "two sizes of data parallelism")
+    elif draft.result.get("parallel.strategy") in {"hsdp", "hybrid_shard_grad_op"}:
+        machines, count = draft.original.get("num_machines", 1), draft.original.get("num_processes")
         if machines > 1:
-            made.put("parallel.dp_replicate", machines, "one group for each of num_machines")
+            draft.put("parallel.dp_replicate", machines, "one group for each of num_machines")
         elif count:
-            made.put("parallel.dp_shard", count, "num_processes of one machine")
+            draft.put("parallel.dp_shard", count, "num_processes of one machine")
 
 
-def _make_hybrid(made: Conversion, reason: str) -> None:
-    kept = made.made.get("parallel.strategy") == "shard_grad_op"
-    made.put("parallel.strategy", "hybrid_shard_grad_op" if kept else "hsdp", reason)
+def _make_hybrid(draft: Draft, reason: str) -> None:
+    keeps_parameters = draft.result.get("parallel.strategy") == "shard_grad_op"
+    draft.put("parallel.strategy", "hybrid_shard_grad_op" if keeps_parameters else "hsdp", reason)
 
 
-def _finish_deepspeed(made: Conversion) -> None:
-    given = {key.removeprefix("optimizer.params."): value for key, value in made.given.items()}
-    if "parallel.dp_shard" in made.made:
-        _make_hybrid(made, "mics_shard_size")
-    if (name := made.made.get("optimizer.name")) == "adamw":
-        if str(given["optimizer.type"]).lower() == "adam" and given.get("adam_w_mode") is False:
-            made.put("optimizer.name", "adam", "adam_w_mode: false")
+def _finish_deepspeed(draft: Draft) -> None:
+    original = {key.removeprefix("optimizer.params."): value for key, value in draft.original.items()}
+    if "parallel.dp_shard" in draft.result:
+        _make_hybrid(draft, "mics_shard_size")
+    if (name := draft.result.get("optimizer.name")) == "adamw":
+        if str(original["optimizer.type"]).lower() == "adam" and original.get("adam_w_mode") is False:
+            draft.put("optimizer.name", "adam", "adam_w_mode: false")
         usual = {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0}
-        for key in usual.keys() - given.keys():
-            made.put(f"optimizer.{key}", usual[key], "DeepSpeed's default")
+        for key in usual.keys() - original.keys():
+            draft.put(f"optimizer.{key}", usual[key], "DeepSpeed's default")
     elif name == "sgd":
-        made.made.setdefault("optimizer.momentum", 0.0)
+        draft.result.setdefault("optimizer.momentum", 0.0)
     train = [f"train.{key}" for key in ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")]
-    if all(key in made.made for key in train):
-        made.drop(train[2], "micro batch x accumulation x ranks")
-    _finish_schedule(made)
-    lowest = {"linear": 0.0, "cosine": 0.0001}.get(made.made.get("schedule.name", ""))
-    if lowest is not None and "schedule.min_lr_ratio" not in made.made:
-        made.put("schedule.min_lr_ratio", lowest, "DeepSpeed's default")
+    if all(key in draft.result for key in train):
+        draft.drop(train[2], "micro batch x accumulation x ranks")
+    _finish_schedule(draft)
+    lowest = {"linear": 0.0, "cosine": 0.0001}.get(draft.result.get("schedule.name", ""))
+    if lowest is not None and "schedule.min_lr_ratio" not in draft.result:
+        draft.put("schedule.min_lr_ratio", lowest, "DeepSpeed's default")
     if lowest is None:
-        made.drop("schedule.min_lr_ratio", "the schedule has no end rate")
+        draft.drop("schedule.min_lr_ratio", "the schedule has no end rate")
 
 
-def _finish_schedule(made: Conversion) -> None:
+def _finish_schedule(draft: Draft) -> None:
     """Apply defaults of DeepSpeed's schedules: 1,000 warm-up steps, logarithmic, to a learning rate of 0.001."""
-    params, name = "scheduler.params.", made.made.get("schedule.name")
+    params, name = "scheduler.params.", draft.result.get("schedule.name")
     if name is None:
         return
-    if params + "warmup_num_steps" not in made.given:
-        made.put("schedule.warmup_steps", 1000, "DeepSpeed's default")
-    if name != "cosine" and params + "warmup_max_lr" not in made.given:
-        made.put("optimizer.lr", 1e-3, "DeepSpeed's default of warmup_max_lr, whatever optimizer.params.lr is")
-    if (steps := made.made.get("schedule.warmup_steps")) and made.given.get(params + "warmup_type") != "linear":
+    if params + "warmup_num_steps" not in draft.original:
+        draft.put("schedule.warmup_steps", 1000, "DeepSpeed's default")
+    if name != "cosine" and params + "warmup_max_lr" not in draft.original:
+        draft.put("optimizer.lr", 1e-3, "DeepSpeed's default of warmup_max_lr, whatever optimizer.params.lr is")
+    if (steps := draft.result.get("schedule.warmup_steps")) and draft.original.get(params + "warmup_type") != "linear":
         reason = "linear, where DeepSpeed's rate rises by the logarithm unless warmup_type is linear"
-        made.put("schedule.warmup_steps", steps, reason)
+        draft.put("schedule.warmup_steps", steps, reason)
 
 
-def _finish_torchtitan(made: Conversion) -> None:
-    held, given = made.made, made.given
-    replicas, shards = held.get("parallel.dp_replicate", 1), held.get("parallel.dp_shard", -1)
+def _finish_torchtitan(draft: Draft) -> None:
+    result, original = draft.result, draft.original
+    replicas, shards = result.get("parallel.dp_replicate", 1), result.get("parallel.dp_shard", -1)
     strategy = "zero3" if replicas == 1 else "hsdp"
     if shards == 1:
         strategy = "ddp"
-    held["parallel.strategy"] = strategy
-    made.why["parallel.strategy"] = [f"data parallelism of {replicas} x {'the rest' if shards == -1 else shards} ranks"]
-    if held.get("parallel.tp", 1) > 1:
-        made.put("parallel.sequence_parallel", value=True, reason="torchtitan's tp divides positions too")
-    if "optimizer.betas" in held:
-        held["optimizer.betas"] = [given.get("optimizer.beta1", 0.9), given.get("optimizer.beta2", 0.95)]
-    if held.get("optimizer.in_backward"):
-        made.put("train.clip_grad_norm", None, "early_step_in_backward")
-    if (ratio := held.get("schedule.decay_steps")) is not None:
-        steps, warmup = held["train.steps"], held["schedule.warmup_steps"]
-        held["schedule.decay_steps"] = max(1, min(round(steps * ratio), steps - warmup))
-        made.put("schedule.name", "warmup-stable-decay", "decay_ratio")
-    if not held["checkpoint.final"]:
+    result["parallel.strategy"] = strategy
+    draft.why["parallel.strategy"] = [
+        f"data parallelism of {replicas} x {'the rest' if shards == -1 else shards} ranks"
+    ]
+    if result.get("parallel.tp", 1) > 1:
+        draft.put("parallel.sequence_parallel", value=True, reason="torchtitan's tp divides positions too")
+    if "optimizer.betas" in result:
+        result["optimizer.betas"] = [original.get("optimizer.beta1", 0.9), original.get("optimizer.beta2", 0.95)]
+    if result.get("optimizer.in_backward"):
+        draft.put("train.clip_grad_norm", None, "early_step_in_backward")
+    if (ratio := result.get("schedule.decay_steps")) is not None:
+        steps, warmup = result["train.steps"], result["schedule.warmup_steps"]
+        result["schedule.decay_steps"] = max(1, min(round(steps * ratio), steps - warmup))
+        draft.put("schedule.name", "warmup-stable-decay", "decay_ratio")
+    if not result["checkpoint.final"]:
         for key in ("every", "keep", "asynchronous"):
-            made.drop(f"checkpoint.{key}", "off: checkpoint.enable is false")
-    elif "checkpoint.every" not in held:
-        made.put("checkpoint.every", 500, "torchtitan's default")
-    if not (given.get("validation.enable") or given.get("validation.enabled")):
-        made.drop("train.eval_batches", "off: validation.enable is false")
-        held["train.eval_every"] = None
-    _divide_batch(made)
+            draft.drop(f"checkpoint.{key}", "off: checkpoint.enable is false")
+    elif "checkpoint.every" not in result:
+        draft.put("checkpoint.every", 500, "torchtitan's default")
+    if not (original.get("validation.enable") or original.get("validation.enabled")):
+        draft.drop("train.eval_batches", "off: validation.enable is false")
+        result["train.eval_every"] = None
+    _divide_batch(draft)
 
 
-def _divide_batch(made: Conversion) -> None:
+def _divide_batch(draft: Draft) -> None:
     """Set the microbatch size. With a pipeline, torchtitan's microbatches of the local batch become accumulation."""
-    local = made.given.get("training.local_batch_size", made.given.get("training.batch_size", 8))
-    micro = made.given.get("parallelism.pipeline_parallel_microbatch_size", 1)
-    if made.made.get("parallel.pp", 1) == 1:
-        made.drop("parallel.pipeline.schedule", "only with a pipeline")
-        made.made["train.micro_batch_size"] = local
+    local = draft.original.get("training.local_batch_size", draft.original.get("training.batch_size", 8))
+    micro = draft.original.get("parallelism.pipeline_parallel_microbatch_size", 1)
+    if draft.result.get("parallel.pp", 1) == 1:
+        draft.drop("parallel.pipeline.schedule", "only with a pipeline")
+        draft.result["train.micro_batch_size"] = local
         return
-    made.put("train.micro_batch_size", micro, "a microbatch of the pipeline")
-    if "train.global_batch_size" not in made.made:
+    draft.put("train.micro_batch_size", micro, "a microbatch of the pipeline")
+    if "train.global_batch_size" not in draft.result:
         reason = f"{local} samples in microbatches of {micro}"
-        made.put("train.gradient_accumulation_steps", max(1, local // micro), reason)
+        draft.put("train.gradient_accumulation_steps", max(1, local // micro), reason)
 
 
-_FINISH: dict[str, Callable[[Conversion], None]] = {
+_FINISH: dict[str, Callable[[Draft], None]] = {
     "Accelerate": _finish_accelerate,
     "DeepSpeed": _finish_deepspeed,
     "torchtitan": _finish_torchtitan,
 }
 
 
-def _finish(made: Conversion, file: Path) -> None:
+def _finish(draft: Draft, file: Path) -> None:
     """Apply the rules common to all projects. Options that do not combine here are left out, with a note."""
-    if "parallel.mp_policy.reduce_dtype" in made.made and "parallel.mp_policy.param_dtype" not in made.made:
-        made.put("parallel.mp_policy.param_dtype", None, "no dtype to compute in is given")
-    steps, warmup = made.made.get("train.steps", 1000), made.made.get("schedule.warmup_steps", 0)
+    if "parallel.mp_policy.reduce_dtype" in draft.result and "parallel.mp_policy.param_dtype" not in draft.result:
+        draft.put("parallel.mp_policy.param_dtype", None, "no dtype to compute in is given")
+    steps, warmup = draft.result.get("train.steps", 1000), draft.result.get("schedule.warmup_steps", 0)
     if warmup > steps:
-        made.put("train.steps", 10 * warmup, f"a stand-in: {warmup} warm-up steps do not fit in {steps}")
-    plan = made.parallel()
+        draft.put("train.steps", 10 * warmup, f"a stand-in: {warmup} warm-up steps do not fit in {steps}")
+    plan = draft.parallel()
     without = {key: value for key, value in plan.items() if key != "activation_checkpointing"}
     recomputes_twice = plan.get("compile") and plan.get("activation_checkpointing") == "selective"
     if recomputes_twice and _problem(without) is None:
         reason = "left out: a compiled unit keeps products and attention, and recomputes the rest by itself"
-        made.drop("parallel.activation_checkpointing", reason)
-    while (problem := _problem(plan := made.parallel())) is not None:
+        draft.drop("parallel.activation_checkpointing", reason)
+    while (problem := _problem(plan := draft.parallel())) is not None:
         each = {name: {key: plan[key] for key in plan if key != name} for name in _OPTIONAL if name in plan}
         helps = [name for name, rest in each.items() if _problem(rest) != problem]
         if not helps:
@@ -331,7 +333,7 @@ def _finish(made: Conversion, file: Path) -> None:
                 f"{printable(file)} asks for a plan that is refused here: {problem}\n"
                 "  Change it there and convert it again, or start from `shardwise plan`."
             )
-        made.drop(f"parallel.{helps[0]}", f"left out: {problem}")
+        draft.drop(f"parallel.{helps[0]}", f"left out: {problem}")
 
 
 def _problem(plan: Mapping[str, Any]) -> str | None:
@@ -344,39 +346,41 @@ def _problem(plan: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _stand_in(made: Conversion, model: str | None, data: str | None) -> None:
+def _put_model_and_data(draft: Draft, model: str | None, data: str | None) -> None:
     """Set model and data, which the other projects' files do not name: the given ones, or placeholders."""
     from shardwise.spec.shape.gpt import PRESETS
 
-    held, length = made.made, made.made.pop("data.seq_len", None)
+    result, length = draft.result, draft.result.pop("data.seq_len", None)
     if model is not None:
-        made.put("model.preset" if model in PRESETS else "model.hf", model, "--model")
+        draft.put("model.preset" if model in PRESETS else "model.hf", model, "--model")
     else:
-        made.put("model.preset", "gpt-tiny", "A STAND-IN: write `hf: FOLDER` of your model instead, or convert --model")
-        sizes = {"seq_len": length, "num_heads": _above(held, 4, "tp", "cp"), "num_layers": _above(held, 6, "pp")}
+        draft.put(
+            "model.preset", "gpt-tiny", "A STAND-IN: write `hf: FOLDER` of your model instead, or convert --model"
+        )
+        sizes = {"seq_len": length, "num_heads": _above(result, 4, "tp", "cp"), "num_layers": _above(result, 6, "pp")}
         for name in [name for name, size in sizes.items() if size]:
-            made.put(f"model.{name}", sizes[name], "of the stand-in")
+            draft.put(f"model.{name}", sizes[name], "of the stand-in")
     reason = "--data" if data else "A STAND-IN, random tokens: name your data, or convert --data PATH"
-    made.put("data.source", data or "random", reason)
+    draft.put("data.source", data or "random", reason)
     if length is not None:
-        held["data.seq_len"] = length
+        result["data.seq_len"] = length
 
 
-def _above(held: Mapping[str, Any], usual: int, *axes: str) -> int | None:
+def _above(result: Mapping[str, Any], usual: int, *axes: str) -> int | None:
     """Number of heads or layers of the placeholder, if degrees need more: a head per rank, or two stages per rank."""
     needed = 2 if axes == ("pp",) else 1
     for axis in axes:
-        needed *= held.get(f"parallel.{axis}", 1)
+        needed *= result.get(f"parallel.{axis}", 1)
     return needed if needed > usual or usual % needed else None
 
 
 # -- the text
 
 
-def _nested(made: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values nested by section, key and, for policies, field."""
     result: dict[str, Any] = {}
-    for key, value in made.items():
+    for key, value in values.items():
         *above, last = key.split(".")
         place = result
         for name in above:
@@ -385,13 +389,13 @@ def _nested(made: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _text(made: Conversion, kind: str, file: Path) -> str:
+def _text(draft: Draft, kind: str, file: Path) -> str:
     from shardwise.train.config.sections import Config
 
-    sections = _nested(made.made)
+    sections = _nested(draft.result)
     names = [name for name in Config.model_fields if name not in {"name", "lora"}]
     lines = [f"# {printable(file.name)}, a configuration of {kind}, converted by `shardwise convert`."]
-    count, machines = made.given.get("num_processes"), made.given.get("num_machines") or 1
+    count, machines = draft.original.get("num_processes"), draft.original.get("num_machines") or 1
     if isinstance(count, int) and count > 0:
         nodes = f"--nnodes {machines} --rdzv-endpoint HOST:29500 " if machines > 1 else ""
         lines.append(f"# start: torchrun {nodes}--nproc-per-node {count // machines} -m shardwise train THIS_FILE")
@@ -399,10 +403,10 @@ def _text(made: Conversion, kind: str, file: Path) -> str:
     if others := [name for name in names if name not in sections]:
         lines.append(f"# The file says nothing of {', '.join(others)}.")
     for name in [name for name in names if name in sections]:
-        lines += ["", f"{name}:", *_entries(sections[name], made.why, name)]
+        lines += ["", f"{name}:", *_entries(sections[name], draft.why, name)]
     for group, title in _TITLES.items():
-        lines += ["", f"# {title}:"] if made.notes[group] else []
-        for text, keys in made.notes[group].items():
+        lines += ["", f"# {title}:"] if draft.notes[group] else []
+        for text, keys in draft.notes[group].items():
             lines += [*(f"#   {key}" for key in keys), f"#     -> {text}"]
     return "\n".join(lines) + "\n"
 

@@ -233,7 +233,7 @@ def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str
 
 
 def _plans(
-    given: ParallelPlan | None, strategies: str | None, precision: str | None, *, world_size: int, local_size: int
+    file_plan: ParallelPlan | None, strategies: str | None, precision: str | None, *, world_size: int, local_size: int
 ) -> tuple[list[ParallelPlan], list[str]]:
     """Return the plans to run, and a note for each default strategy that does not fit the world."""
     from shardwise.spec.errors import MeshError
@@ -241,10 +241,10 @@ def _plans(
     from shardwise.spec.policies import PrecisionPolicy
 
     names = [name.strip() for name in (strategies or "").split(",") if name.strip()]
-    base = given or ParallelPlan()
+    base = file_plan or ParallelPlan()
     if precision is not None:
         base = dataclasses.replace(base, mp_policy=PrecisionPolicy(param_dtype=precision, master_dtype="fp32"))
-    if given is not None and not names:
+    if file_plan is not None and not names:
         return [base], []
     if names:
         return [dataclasses.replace(base, strategy=name) for name in names], []
@@ -274,7 +274,7 @@ def table(results: list[DryRun]) -> str:
         [
             result.strategy,
             size(result.peak_bytes),
-            *(size(held) for held in result.bytes_by_category.values()),
+            *(size(num_bytes) for num_bytes in result.bytes_by_category.values()),
             size(result.sent_bytes),
         ]
         for result in results

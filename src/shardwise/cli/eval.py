@@ -52,10 +52,10 @@ def evaluate(
     for name in tasks:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
             raise ConfigError(f"--tasks {name}: there is no such file.\n  Name a YAML file, or a task of lm-eval.")
-    given = overrides or []
+    settings = overrides or []
 
     def check(trained: TrainedModel, count: int) -> None:
-        trained.check_continues(trained.resolve(given, count))
+        trained.check_continues(trained.resolve(settings, count))
         _tokenizer(trained, is_chat=chat)
 
     def work(trained: TrainedModel, world: World) -> int:
@@ -66,7 +66,7 @@ def evaluate(
 
         from shardwise.integrations.lm_eval import ShardwiseLM
 
-        resolved = trained.resolve(given, world.size, world.ranks_per_machine)
+        resolved = trained.resolve(settings, world.size, world.ranks_per_machine)
         tokenizer, prefix = _tokenizer(trained, is_chat=chat)
         names, manager = _found(tasks)
         with trained.opened(resolved, world, is_averaged=average) as model:
@@ -83,7 +83,7 @@ def evaluate(
             show(json.dumps(found["results"]) if as_json else make_table(found))
         return 0
 
-    run_with_model(context, path, given, nproc, is_averaged=average, check=check, work=work)
+    run_with_model(context, path, settings, nproc, is_averaged=average, check=check, work=work)
 
 
 def _tokenizer(trained: TrainedModel, *, is_chat: bool) -> tuple[Any, int | None]:
@@ -91,26 +91,26 @@ def _tokenizer(trained: TrainedModel, *, is_chat: bool) -> tuple[Any, int | None
     from shardwise.train.data.tokenizer import FolderTokenizer, byte_tokenizer
 
     tokenizer = trained.tokenizer()
-    held, prefix = (
+    hf_tokenizer, prefix = (
         (tokenizer.hf_tokenizer, None) if isinstance(tokenizer, FolderTokenizer) else (byte_tokenizer(), ord("\n"))
     )
-    held.chat_template = trained.read_template() or held.chat_template
-    if is_chat and not held.chat_template:
+    hf_tokenizer.chat_template = trained.read_template() or hf_tokenizer.chat_template
+    if is_chat and not hf_tokenizer.chat_template:
         raise ConfigError(
             "--chat: the model's tokenizer has no chat template, by which messages become text.\n  Leave --chat out."
         )
-    return held, prefix
+    return hf_tokenizer, prefix
 
 
-def _found(given: Sequence[str]) -> tuple[list[str], Any]:
+def _found(tasks: Sequence[str]) -> tuple[list[str], Any]:
     """Return the names of the tasks, and lm-eval's index of them."""
     from lm_eval.tasks import TaskManager  # pyrefly: ignore[missing-import]
 
-    files = {name: Path(name).resolve() for name in given if Path(name).is_file()}
+    files = {name: Path(name).resolve() for name in tasks if Path(name).is_file()}
     folders = sorted({str(path.parent) for path in files.values()})
-    manager = TaskManager(include_path=folders, include_defaults=len(files) < len(given))  # defaults: 14,000 files
+    manager = TaskManager(include_path=folders, include_defaults=len(files) < len(tasks))  # defaults: 14,000 files
     names: list[str] = []
-    for name in given:
+    for name in tasks:
         path = files.get(name)
         if path is None:
             own = manager.match_tasks([name])

@@ -47,14 +47,14 @@ def tokenize(
     found = find_source(without_secrets(source))
     if found.kind not in {"text", "records"}:
         raise DataError(f"{source} is not text.\n  Name a file, folder or glob of text, or of rows with one.")
-    held = find_tokenizer(tokenizer)
+    encoder = find_tokenizer(tokenizer)
     try:
-        made = read_examples(found, Texts(held, column if found.kind == "records" else None))
+        made = read_examples(found, Texts(encoder, column if found.kind == "records" else None))
         ids = (example.ids for example in made)
-        count = write_tokens(out, ids, vocab_size=held.vocab_size, should_replace=force)
+        count = write_tokens(out, ids, vocab_size=encoder.vocab_size, should_replace=force)
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror}.\n  Name another place.") from None
-    show(f"{out}: {count:,} tokens from {len(found.files)} files, vocabulary {held.vocab_size:,}")
+    show(f"{out}: {count:,} tokens from {len(found.files)} files, vocabulary {encoder.vocab_size:,}")
 
 
 @checkpoint.command()
@@ -242,10 +242,10 @@ def _checkpoints(path: Path) -> list[Path]:
     from shardwise.spec.run_files import CHECKPOINTS
 
     place = place_of(path)
-    held = storage_of(place).list(place / CHECKPOINTS)
-    if not held and not (path / CHECKPOINTS).is_dir():
+    names = storage_of(place).list(place / CHECKPOINTS)
+    if not names and not (path / CHECKPOINTS).is_dir():
         return [place]
-    found = [place / CHECKPOINTS / name for name in held if step_of(name) is not None]
+    found = [place / CHECKPOINTS / name for name in names if step_of(name) is not None]
     if not found:
         raise CheckpointError(f"{path} holds no checkpoint.\n  Name another run, or a step-* folder.")
     return found

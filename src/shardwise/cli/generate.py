@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Options:
     """The parsed arguments."""
 
     texts: list[str]
@@ -74,7 +74,7 @@ def generate(
       shardwise generate runs/chats --chat --prompt "What is the capital of France?"
     """
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    asked = _Asked(
+    options = _Options(
         prompt or [],
         tokens or [],
         max_new_tokens,
@@ -85,33 +85,33 @@ def generate(
         stream,
         chat,
     )
-    if stream and len(asked.texts) + len(asked.ids) > 1:
+    if stream and len(options.texts) + len(options.ids) > 1:
         raise ConfigError("--stream writes one text as it comes, but there are several prompts.\n  Give one prompt.")
     run_with_model(
         context,
         path,
-        asked.overrides,
+        options.overrides,
         nproc,
         is_averaged=average,
-        check=lambda trained, count: _check(asked, trained, count),
-        work=lambda trained, world: _generate(asked, trained, world),
+        check=lambda trained, count: _check(options, trained, count),
+        work=lambda trained, world: _generate(options, trained, world),
     )
 
 
-def _rows(asked: _Asked, trained: TrainedModel) -> tuple[list[list[int]], Tokenizer | None]:
+def _rows(options: _Options, trained: TrainedModel) -> tuple[list[list[int]], Tokenizer | None]:
     """Return the token ids of each prompt, texts first, and the tokenizer if there are texts."""
-    if not asked.texts and not asked.ids:
+    if not options.texts and not options.ids:
         raise ConfigError("there is no prompt.\n  Give --prompt TEXT, or --tokens '12 7 9'.")
-    if re.search("[\ud800-\udfff]", "".join(asked.texts)):
+    if re.search("[\ud800-\udfff]", "".join(options.texts)):
         raise ConfigError("--prompt is not UTF-8.\n  Write it in UTF-8, or its ids as --tokens '12 7 9'.")
-    tokenizer = trained.tokenizer() if asked.texts else None
+    tokenizer = trained.tokenizer() if options.texts else None
     if tokenizer is None:
         rows = []
-    elif asked.is_chat:
-        rows = _conversations(asked.texts, tokenizer, trained.read_template())
+    elif options.is_chat:
+        rows = _conversations(options.texts, tokenizer, trained.read_template())
     else:
-        rows = [tokenizer.encode(text) for text in asked.texts]
-    for ids in asked.ids:
+        rows = [tokenizer.encode(text) for text in options.texts]
+    for ids in options.ids:
         try:
             rows.append([int(word) for word in ids.replace(",", " ").split()])
         except ValueError:
@@ -137,29 +137,30 @@ def _conversations(texts: Sequence[str], tokenizer: Tokenizer, template: str | N
         ) from None
 
 
-def _check(asked: _Asked, trained: TrainedModel, count: int) -> None:
+def _check(options: _Options, trained: TrainedModel, count: int) -> None:
     from shardwise.generation.decode import check_fit
     from shardwise.generation.sample import Sampling
 
-    resolved = trained.resolve(asked.overrides, count)
-    rows, _ = _rows(asked, trained)
-    Sampling(*(asked.sampling[name] for name in ("temperature", "top_k", "top_p")))
-    check_fit(rows, asked.max_new_tokens, vocab_size=resolved.vocab_size, positions=resolved.positions)
+    resolved = trained.resolve(options.overrides, count)
+    rows, _ = _rows(options, trained)
+    Sampling(*(options.sampling[name] for name in ("temperature", "top_k", "top_p")))
+    check_fit(rows, options.max_new_tokens, vocab_size=resolved.vocab_size, positions=resolved.positions)
 
 
-def _generate(asked: _Asked, trained: TrainedModel, world: World) -> int:
-    resolved = trained.resolve(asked.overrides, world.size, world.ranks_per_machine)
-    rows, tokenizer = _rows(asked, trained)
-    settings = {"max_new_tokens": asked.max_new_tokens, "eos": (tokenizer and tokenizer.ends) or None, **asked.sampling}
-    write = _writer(asked, rows, tokenizer) if world.rank == 0 else lambda _column: None
+def _generate(options: _Options, trained: TrainedModel, world: World) -> int:
+    resolved = trained.resolve(options.overrides, world.size, world.ranks_per_machine)
+    rows, tokenizer = _rows(options, trained)
+    eos = (tokenizer and tokenizer.ends) or None
+    settings = {"max_new_tokens": options.max_new_tokens, "eos": eos, **options.sampling}
+    write = _writer(options, rows, tokenizer) if world.rank == 0 else lambda _column: None
     new: list[list[int]] = [[] for _ in rows]
-    for column in trained.generate(resolved, world, rows, is_averaged=asked.is_averaged, **settings):
+    for column in trained.generate(resolved, world, rows, is_averaged=options.is_averaged, **settings):
         for row, token in zip(new, column, strict=True):
             if token is not None:
                 row.append(token)
         write(new)
     if world.rank == 0:
-        _finish(asked, rows, new, tokenizer)
+        _finish(options, rows, new, tokenizer)
     return 0
 
 
@@ -168,24 +169,24 @@ def _text(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
 
 
 def _writer(
-    asked: _Asked, rows: Sequence[Sequence[int]], tokenizer: Tokenizer | None
+    options: _Options, rows: Sequence[Sequence[int]], tokenizer: Tokenizer | None
 ) -> Callable[[Sequence[Sequence[int]]], None]:
     """Return a function to call with all tokens so far after each new token."""
-    if not asked.is_stream:
+    if not options.is_stream:
         return lambda _new: None
-    begin = [] if asked.is_chat else rows[0]
+    begin = [] if options.is_chat else rows[0]
     shown = _text(begin, tokenizer)
-    if not asked.is_json:
+    if not options.is_json:
         sys.stdout.write(printable(shown, is_block=True))
     written = len(shown)
 
     def write(new: Sequence[Sequence[int]]) -> None:
         nonlocal written
         text = _text([*begin, *new[0]], tokenizer)
-        if text.endswith("\ufffd") and len(new[0]) < asked.max_new_tokens:
+        if text.endswith("\ufffd") and len(new[0]) < options.max_new_tokens:
             text = text[:written]  # perhaps an incomplete character
         piece, written = text[written:], len(text)
-        if asked.is_json:
+        if options.is_json:
             sys.stdout.write(json.dumps({"token": new[0][-1], "text": piece}) + "\n")
         else:
             sys.stdout.write(printable(piece, is_block=True))
@@ -195,16 +196,16 @@ def _writer(
 
 
 def _finish(
-    asked: _Asked, rows: Sequence[Sequence[int]], new: Sequence[Sequence[int]], tokenizer: Tokenizer | None
+    options: _Options, rows: Sequence[Sequence[int]], new: Sequence[Sequence[int]], tokenizer: Tokenizer | None
 ) -> None:
-    if asked.is_stream:
-        sys.stdout.write("" if asked.is_json else "\n")
+    if options.is_stream:
+        sys.stdout.write("" if options.is_json else "\n")
         return
-    tokenizers = [tokenizer] * len(asked.texts) + [None] * len(asked.ids)
+    tokenizers = [tokenizer] * len(options.texts) + [None] * len(options.ids)
     for row, tokens, each in zip(rows, new, tokenizers, strict=True):
-        if asked.is_json:
+        if options.is_json:
             prompt, text = list(row), None if each is None else each.decode(tokens)
             sys.stdout.write(json.dumps({"prompt": prompt, "tokens": tokens, "text": text}) + "\n")
         else:
-            begin = [] if asked.is_chat and each is not None else row
+            begin = [] if options.is_chat and each is not None else row
             sys.stdout.write(printable(_text([*begin, *tokens], each), is_block=True) + "\n")

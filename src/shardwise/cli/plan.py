@@ -416,12 +416,12 @@ def _cluster(gpu: str | None, num_gpus: int | None, per_node: int, network: floa
             f"--gpus {num_gpus}: {num_gpus} GPUs do not fill nodes of {per_node}.\n"
             f"  Set --gpus {below} or {below + per_node}, or --gpus-per-node to a divisor of {num_gpus}."
         )
-    held = 0
+    num_devices = 0
     if gpu is None:
-        gpu, held = this_gpu()
+        gpu, num_devices = this_gpu()
     return Cluster(
         gpu=gpu,
-        num_gpus=(held or per_node) if num_gpus is None else num_gpus,
+        num_gpus=(num_devices or per_node) if num_gpus is None else num_gpus,
         gpus_per_node=per_node,
         inter_gbits_per_s_per_node=network,
     )

@@ -32,37 +32,37 @@ def configuration(made: Estimate, model: dict[str, Any], base: dict[str, Any] | 
     Keeps the other sections of ``base``, such as data and schedule.
     """
     workload = made.workload
-    held: dict[str, Any] = {
+    config: dict[str, Any] = {
         key: dict(value) if isinstance(value, dict) else value for key, value in (base or {}).items()
     }
-    if model or "spec" not in held:
-        held["model"] = model
-    if "spec" not in held:
-        data = dict(held.get("data") or {})
-        held["data"] = ({} if data.get("mix") else {"source": "random"}) | data | {"seq_len": workload.seq_len}
-    held["parallel"] = plan_fields_of(made.plan)
-    held["parallel"].pop("dp_shard", None) if made.plan.dp_replicate == 1 else None
-    pipeline = held["parallel"].get("pipeline")
+    if model or "spec" not in config:
+        config["model"] = model
+    if "spec" not in config:
+        data = dict(config.get("data") or {})
+        config["data"] = ({} if data.get("mix") else {"source": "random"}) | data | {"seq_len": workload.seq_len}
+    config["parallel"] = plan_fields_of(made.plan)
+    config["parallel"].pop("dp_shard", None) if made.plan.dp_replicate == 1 else None
+    pipeline = config["parallel"].get("pipeline")
     if isinstance(pipeline, dict):
         pipeline.pop("num_microbatches", None)  # train derives them from the batch
-    optimizer = dict(held.get("optimizer") or {})
-    if "name" not in optimizer and "spec" not in held:
+    optimizer = dict(config.get("optimizer") or {})
+    if "name" not in optimizer and "spec" not in config:
         name = workload.optimizer.partition("-")[0]
         optimizer |= {"name": name} | ({"momentum": 0.0} if workload.optimizer == "sgd" else {})
     train = {
         key: value
-        for key, value in (held.get("train") or {}).items()
+        for key, value in (config.get("train") or {}).items()
         if key not in {"micro_batch_size", "global_batch_size", "gradient_accumulation_steps"}
     }
     train |= {"micro_batch_size": workload.micro_batch, "global_batch_size": workload.global_batch}
     if workload.lora_rank is not None:
-        held["lora"] = {**(held.get("lora") or {}), "rank": workload.lora_rank}
+        config["lora"] = {**(config.get("lora") or {}), "rank": workload.lora_rank}
     if workload.chunked_loss:
         train["chunked_cross_entropy"] = True
     if workload.in_backward:
         optimizer["in_backward"] = True
         train["clip_grad_norm"] = None
-    return {**held, "optimizer": optimizer, "train": train}
+    return {**config, "optimizer": optimizer, "train": train}
 
 
 def write_plan(path: Path, made: Estimate, model: dict[str, Any], base: dict[str, Any] | None = None) -> None:

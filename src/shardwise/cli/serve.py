@@ -26,7 +26,7 @@ _ENDING_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Options:
     """The parsed arguments."""
 
     host: str
@@ -86,28 +86,28 @@ def serve(
 
     check_packages("serve", "starlette", "uvicorn")
     limits = (max_rows, max_waiting, max_length, grace)
-    asked = _Asked(host, port, name or model_name(path), *limits, chat_template, overrides or [], average)
+    options = _Options(host, port, name or model_name(path), *limits, chat_template, overrides or [], average)
     run_with_model(
         context,
         path,
-        asked.overrides,
+        options.overrides,
         nproc,
         is_averaged=average,
-        check=lambda trained, count: _check(asked, trained, count),
-        work=lambda trained, world: _serve(asked, trained, world),
+        check=lambda trained, count: _check(options, trained, count),
+        work=lambda trained, world: _serve(options, trained, world),
         env={CATCHES_STOPS: "1"},
         grace_s=grace + _ENDING_S,
         stop_words=f"no more requests are taken, and those under way have {grace:g} s",
     )
 
 
-def _check(asked: _Asked, trained: TrainedModel, count: int) -> None:
+def _check(options: _Options, trained: TrainedModel, count: int) -> None:
     """Check, before any process starts, everything that can be checked then."""
     from shardwise.serve.server import bind
 
-    resolved = trained.resolve(asked.overrides, count)
+    resolved = trained.resolve(options.overrides, count)
     trained.check_continues(resolved)
-    _check_length(asked, resolved.positions)
+    _check_length(options, resolved.positions)
     section = resolved.config.parallel
     if section.tp * section.pp != count:
         raise ConfigError(
@@ -115,15 +115,15 @@ def _check(asked: _Asked, trained: TrainedModel, count: int) -> None:
             f" pp={section.pp}, and a server feeds one.\n"
             f"  Set parallel.tp and parallel.pp so that their product is {count}, or start a server for each copy."
         )
-    _tokenizer(asked, trained)
-    bind(asked.host, asked.port).close()
+    _tokenizer(options, trained)
+    bind(options.host, options.port).close()
 
 
-def _tokenizer(asked: _Asked, trained: TrainedModel) -> Tokenizer:
+def _tokenizer(options: _Options, trained: TrainedModel) -> Tokenizer:
     from shardwise.train.data.tokenizer import FolderTokenizer
 
-    tokenizer, template = trained.tokenizer(), trained.read_template(asked.chat_template)
-    if template is not None and not hasattr(tokenizer, "held"):
+    tokenizer, template = trained.tokenizer(), trained.read_template(options.chat_template)
+    if template is not None and not isinstance(tokenizer, FolderTokenizer):
         raise ConfigError(
             "--chat-template: the model's tokens are bytes, and a template needs a Hugging Face folder's tokenizer.\n"
             "  Leave it out, and ask for completions."
@@ -141,48 +141,48 @@ def _tokenizer(asked: _Asked, trained: TrainedModel) -> Tokenizer:
     return tokenizer
 
 
-def _check_length(asked: _Asked, positions: int | None) -> None:
-    if asked.max_length is not None and positions is not None and asked.max_length > positions:
+def _check_length(options: _Options, positions: int | None) -> None:
+    if options.max_length is not None and positions is not None and options.max_length > positions:
         raise ConfigError(
-            f"--max-length {asked.max_length}: the model has {positions} positions.\n"
+            f"--max-length {options.max_length}: the model has {positions} positions.\n"
             f"  Set it to {positions} or less, or leave it out."
         )
 
 
-def _serve(asked: _Asked, trained: TrainedModel, world: World) -> int:
+def _serve(options: _Options, trained: TrainedModel, world: World) -> int:
     from shardwise.generation.continuous import ContinuousBatcher
     from shardwise.launch.stop_request import StopRequest
     from shardwise.serve.server import bind, is_loopback, serve
 
-    resolved = trained.resolve(asked.overrides, world.size, world.ranks_per_machine)
-    _check_length(asked, resolved.positions)
+    resolved = trained.resolve(options.overrides, world.size, world.ranks_per_machine)
+    _check_length(options, resolved.positions)
     is_first = world.rank == 0
     with StopRequest() as stop:
-        held = bind(asked.host, asked.port) if is_first else None
-        tokenizer = _tokenizer(asked, trained) if is_first else None
-        with trained.opened(resolved, world, is_averaged=asked.is_averaged) as model:
-            if held is None or tokenizer is None:
+        sock = bind(options.host, options.port) if is_first else None
+        tokenizer = _tokenizer(options, trained) if is_first else None
+        with trained.opened(resolved, world, is_averaged=options.is_averaged) as model:
+            if sock is None or tokenizer is None:
                 ContinuousBatcher(model).run(None)
                 return 0
             api_key = os.environ.get(_API_KEY) or None
-            if api_key is None and not is_loopback(asked.host):
+            if api_key is None and not is_loopback(options.host):
                 sys.stderr.write(
-                    f"shardwise: anyone who reaches {asked.host} can use the model; set {_API_KEY} to ask for a key\n"
+                    f"shardwise: anyone who reaches {options.host} can use the model; set {_API_KEY} to ask for a key\n"
                 )
             processes = f", {world.size} processes" if world.size > 1 else ""
             serve(
                 model,
                 tokenizer,
-                held,
+                sock,
                 stop,
-                name=asked.name,
-                host=asked.host,
-                max_rows=asked.max_rows,
-                max_waiting=asked.max_waiting,
-                max_length=asked.max_length,
-                grace_s=asked.grace_s,
-                chat_template=trained.read_template(asked.chat_template),
+                name=options.name,
+                host=options.host,
+                max_rows=options.max_rows,
+                max_waiting=options.max_waiting,
+                max_length=options.max_length,
+                grace_s=options.grace_s,
+                chat_template=trained.read_template(options.chat_template),
                 api_key=api_key,
-                say=lambda address: show(f"serving {asked.name} at {address}{processes}; Ctrl-C ends it"),
+                say=lambda address: show(f"serving {options.name} at {address}{processes}; Ctrl-C ends it"),
             )
     return 0

@@ -215,8 +215,8 @@ class _Count:
         self.parts.append(self._input_gradients(layer, tokens * q + key_tokens * 2 * kv))
         if layer.has_position_bias:  # one table for all samples
             table = rank.seq_len / rank.degrees.cp * key_len * heads
-            kept = e + layer.is_causal  # with a mask of bytes
-            self.parts.append(Part("position bias", 2 * e * table, 2 * e * table, kept * table, 1))
+            saved_item = e + layer.is_causal  # with a mask of bytes
+            self.parts.append(Part("position bias", 2 * e * table, 2 * e * table, saved_item * table, 1))
         if rank.degrees.cp > 1:
             sent = 2 * e * key_tokens * kv
             self.exchanges.append(Exchange("ring", "cp", sent, 2 * sent))
@@ -251,16 +251,16 @@ class _Count:
         if isinstance(forward, Mlp):
             self._mlp(forward, tokens, 1)
             return
-        held = max(1, forward.count // rank.degrees.ep)
+        num_local = max(1, forward.count // rank.degrees.ep)
         routed = tokens * forward.per_token
         self._product(tokens, hidden, forward.count)
-        self._mlp(forward.mlp, routed / held, held)
+        self._mlp(forward.mlp, routed / num_local, num_local)
         self.parts += _routing(tokens, routed, forward, hidden, e, is_fused=rank.arithmetic.is_fused)
         if forward.shared is not None:
             if forward.has_shared_gate:
                 self._product(tokens, hidden, 1)
-                kept = e * rank.stream
-                self.parts.append(Part("shared gate", 2 * kept, 4 * kept, kept, 2))
+                gate_bytes = e * rank.stream
+                self.parts.append(Part("shared gate", 2 * gate_bytes, 4 * gate_bytes, gate_bytes, 2))
             self._mlp(forward.shared, tokens, 1)
             self.parts.append(rank.arithmetic.residual(rank.stream))
         if rank.degrees.ep > 1:

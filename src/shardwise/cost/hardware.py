@@ -73,8 +73,8 @@ class Gpu:
 
     def as_dict(self) -> dict[str, Any]:
         """The content of a file that can be given in place of a name."""
-        held = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return {"format": FORMAT, **held, "measured": self.measured and self.measured.as_dict()}
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return {"format": FORMAT, **fields, "measured": self.measured and self.measured.as_dict()}
 
 
 @functools.cache

@@ -215,18 +215,18 @@ class Measured:
         return plain
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Measured:
+    def from_dict(cls, values: Mapping[str, Any]) -> Measured:
         """The inverse of :meth:`as_dict`."""
 
         def tables(name: str, kind: Any) -> dict[str, tuple[Any, ...]]:
-            return {key: tuple(kind(**row) for row in rows) for key, rows in given.get(name, {}).items()}
+            return {key: tuple(kind(**row) for row in rows) for key, rows in values.get(name, {}).items()}
 
         return cls(
-            num_ranks=given.get("num_ranks", 1),
-            launch_s=given.get("launch_s", 0.0),
-            shared=given.get("shared", 0.0),
-            products=tuple(ProductTime(**row) for row in given.get("products", ())),
-            attention=tuple(AttentionTime(**row) for row in given.get("attention", ())),
+            num_ranks=values.get("num_ranks", 1),
+            launch_s=values.get("launch_s", 0.0),
+            shared=values.get("shared", 0.0),
+            products=tuple(ProductTime(**row) for row in values.get("products", ())),
+            attention=tuple(AttentionTime(**row) for row in values.get("attention", ())),
             operations=tables("operations", OperationTime),
             optimizers=tables("optimizers", UpdateTime),
             links=tables("links", LinkTime),

@@ -81,12 +81,12 @@ class TracedModel:
                 traced step in more than the number of samples.
         """
         self._check(plan, workload)
-        asked = "fp32" if workload.precision == "fp32" else "16 bit"
-        units = self.wide if asked == "fp32" else self.narrow
+        precision = "fp32" if workload.precision == "fp32" else "16 bit"
+        units = self.wide if precision == "fp32" else self.narrow
         if not units:
             raise PlanError(
-                f"{self.name} did not run in {asked} when it was traced: {dict(self.refusals).get(asked, '')}\n"
-                f"  Set precision={'bf16' if asked == 'fp32' else 'fp32'}."
+                f"{self.name} did not run in {precision} when it was traced: {dict(self.refusals).get(precision, '')}\n"
+                f"  Set precision={'bf16' if precision == 'fp32' else 'fp32'}."
             )
         return _scaled(units, workload.micro_batch / self.batch)
 

@@ -82,9 +82,9 @@ def _embedding(rank: Rank) -> UnitWork:
     if shape.patch_numel:
         patches = rank.tokens * (shape.seq_len - 1) / shape.seq_len
         products = (Product(patches, shape.patch_numel, shape.hidden, is_trained=rank.trains),)
-    held = shape.embedding if shape.is_pooled and not shape.patch_numel else shape.embedding - table
+    numel = shape.embedding if shape.is_pooled and not shape.patch_numel else shape.embedding - table
     if not shape.is_pooled:
-        held += math.ceil(shape.vocab / t) * shape.hidden
+        numel += math.ceil(shape.vocab / t) * shape.hidden
     grads = (4 if e == 4 else 2) * table / t if rank.trains else 0.0
     parts = [Part("lookup", 2 * e * rank.stream, 2 * e * rank.stream + grads, 0.0, 1)]
     if shape.has_norm_before:
@@ -95,8 +95,8 @@ def _embedding(rank: Rank) -> UnitWork:
     return UnitWork(
         name="embedding",
         count=1,
-        num_parameters=held,
-        num_trained=held if rank.trains else 0,
+        num_parameters=numel,
+        num_trained=numel if rank.trains else 0,
         products=products,
         parts=tuple(parts),
         stream_bytes=e * rank.between,
@@ -122,13 +122,13 @@ def _head(rank: Rank) -> UnitWork:
         products.append(Product(rows, width, shape.vocab / t, is_trained=rank.trains))
         parts.append(_loss(logits, e))
     divided = 0 if shape.is_tied or shape.is_pooled else shape.vocab * shape.hidden
-    held = shape.head - divided + math.ceil(divided / t)
+    numel = shape.head - divided + math.ceil(divided / t)
     saved = sum(part.saved_bytes for part in parts)
     return UnitWork(
         name="head",
         count=1,
-        num_parameters=held,
-        num_trained=held if rank.trains else 0,
+        num_parameters=numel,
+        num_trained=numel if rank.trains else 0,
         products=tuple(products),
         parts=tuple(parts),
         stream_bytes=e * rank.between,

@@ -98,12 +98,12 @@ class ShardwiseAccelerator(Accelerator):
         Collective:
             As ``sw.clip_grad_norm``.
         """
-        given = list(parameters)
-        chosen = {id(parameter) for parameter in given}
+        clipped = list(parameters)
+        chosen = {id(parameter) for parameter in clipped}
         for model in self._models:  # includes parameters outside of units, and works on a rank without any
             if chosen == {id(parameter) for parameter in model.parameters()}:
                 return sw.clip_grad_norm(model, max_norm, norm_type)
-        return sw.clip_grad_norm(given, max_norm, norm_type)
+        return sw.clip_grad_norm(clipped, max_norm, norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:  # noqa: FBT001, FBT002, ARG002  accelerate's form
         """Return the plain model's state dict on the main process, ``{}`` elsewhere. All ranks must call."""
@@ -128,12 +128,12 @@ class ShardwiseAccelerator(Accelerator):
     @contextlib.contextmanager
     def _without_models(self) -> Iterator[None]:
         """Exclude models and optimizers from the accelerator's saves and loads in this block."""
-        held = self._models, self._optimizers
+        hidden = self._models, self._optimizers
         self._models, self._optimizers = [], []
         try:
             yield
         finally:
-            self._models, self._optimizers = held
+            self._models, self._optimizers = hidden
 
     def _optimizers_of(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         return optimizers_of(model, [each.optimizer for each in self._optimizers])

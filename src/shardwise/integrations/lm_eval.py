@@ -111,8 +111,8 @@ class ShardwiseLM(TemplateLM):
         begin = None if self._prefix is None else self.tokenizer.decode(self._prefix)
         if add_special_tokens is None and has_bos_prefix(string, begin):
             add_special_tokens = False
-        given = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return self.tokenizer.encode(string, **given)
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return self.tokenizer.encode(string, **options)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:  # noqa: FBT001, FBT002 - lm-eval's form
         """Return the log-probability of each full text, computed in windows of ``max_length`` tokens.
@@ -188,9 +188,9 @@ class ShardwiseLM(TemplateLM):
                     self.cache_hook.add_partial("generate_until", requests[at].args, text)
         return answers
 
-    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return arguments for ``sw.generate_stream``, and ``stops``."""
-        options = normalize_gen_kwargs(given, self.max_gen_toks)
+        options = normalize_gen_kwargs(kwargs, self.max_gen_toks)
         foreign = [key for key, value in options.items() if key not in _KNOWN and value not in (None, False, 1)]
         if foreign:
             raise ConfigError(

@@ -94,12 +94,12 @@ class ShardwiseTrainerMixin(_Any):
         self._plan: ParallelPlan | None = None  # plan of models that model_init builds from now on
         super().__init__(*args, **kwargs)
         _check(self.args)
-        given, came_in_shards = ParallelPlan(), attachment_of(self.model) is not None
+        resolved, came_in_shards = ParallelPlan(), attachment_of(self.model) is not None
         if not came_in_shards:
-            given = ParallelPlan(strategy=plan) if isinstance(plan, str) else plan or ParallelPlan()
-            check_samples(given, "ShardwiseTrainer")
-            sw.parallelize(self.model.to(self.args.device), given)
-            self._plan = given
+            resolved = ParallelPlan(strategy=plan) if isinstance(plan, str) else plan or ParallelPlan()
+            check_samples(resolved, "ShardwiseTrainer")
+            sw.parallelize(self.model.to(self.args.device), resolved)
+            self._plan = resolved
         elif plan is not None:
             raise PlanError("the model is parallelized already, and there is a plan beside it.\n  Leave out plan=.")
         check_axes(self.model, "ShardwiseTrainer")
@@ -110,7 +110,7 @@ class ShardwiseTrainerMixin(_Any):
                     "sync_ref_model=True averages shards, and ref_model is whole where the model came in shards.\n"
                     "  Pass ref_model=sw.from_pretrained(folder, plan) too, or a whole model and plan=."
                 )
-            sw.parallelize(reference.to(self.args.device), given)
+            sw.parallelize(reference.to(self.args.device), resolved)
         # Makes the trainer accept models that it must neither wrap nor move.
         self.is_distributed_loading_by_transformers = True
         self.place_model_on_device = False

@@ -105,21 +105,22 @@ class WeightSync:
             )
         engine = engine_of(model, "WeightSync.send")
         world, cast = engine.comms.world, torch_dtype(dtype)
-        told: dict[str, list[Any]] = {"names": [], "dtype_names": [], "shapes": []}
+        update_info: dict[str, list[Any]] = {"names": [], "dtype_names": [], "shapes": []}
         for extent in (each for unit in Units(engine).extents for each in unit):
-            kept = torch_dtype(extent.dtype)
-            told["names"].append(extent.name)
-            told["dtype_names"].append(str(cast if kept.is_floating_point else kept).removeprefix("torch."))
-            told["shapes"].append(list(extent.shape))
+            own_dtype = torch_dtype(extent.dtype)
+            update_info["names"].append(extent.name)
+            sent_dtype = cast if own_dtype.is_floating_point else own_dtype
+            update_info["dtype_names"].append(str(sent_dtype).removeprefix("torch."))
+            update_info["shapes"].append(list(extent.shape))
         error = None
-        with ThreadPoolExecutor(1) as beside:
+        with ThreadPoolExecutor(1) as executor:
             update: Future[Any] | None = None
             if world.rank == 0:
                 try:
-                    self._open(beside)
+                    self._open(executor)
                     self._ask(f"pause?mode={self._pause}")
                     self._ask("start_weight_update", {})
-                    update = beside.submit(self._ask, "update_weights", {"update_info": told})
+                    update = executor.submit(self._ask, "update_weights", {"update_info": update_info})
                 except StateError as raised:
                     error = raised
             fail_together(world, error)
@@ -140,13 +141,13 @@ class WeightSync:
                     error = raised
             fail_together(world, error)
 
-    def _open(self, beside: ThreadPoolExecutor) -> None:
+    def _open(self, executor: ThreadPoolExecutor) -> None:
         """Join the group if that was not done; the server's workers join at the same time."""
         if self._group is not None:
             return
         size = 1 + self._ask("get_world_size", method="GET")["world_size"]
         place = {"master_address": self._address, "master_port": self._port, "rank_offset": 1, "world_size": size}
-        joined = beside.submit(self._ask, "init_weight_transfer_engine", {"init_info": place})
+        joined = executor.submit(self._ask, "init_weight_transfer_engine", {"init_info": place})
         try:
             group = self._connect(self._address, self._port, size)
         except Exception as raised:
@@ -161,15 +162,15 @@ class WeightSync:
     def _ask(self, path: str, body: Any = None, *, method: str = "POST") -> Any:
         """Send a command and return the server's answer."""
         data = None if body is None else json.dumps(body).encode()
-        asked = urllib.request.Request(  # noqa: S310 - the caller names the server
+        request = urllib.request.Request(  # noqa: S310 - the caller names the server
             f"{self._to}/{path}", data, {"Content-Type": "application/json"}, method=method
         )
         try:
-            with urllib.request.urlopen(asked, timeout=self._timeout_s) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:  # noqa: S310
                 return json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as raised:
-            said = raised.read().decode(errors="replace")[:500]
-            problem = f"{raised.code} {said}"
+            text = raised.read().decode(errors="replace")[:500]
+            problem = f"{raised.code} {text}"
         except (OSError, ValueError) as raised:
             problem = str(raised)
         raise StateError(

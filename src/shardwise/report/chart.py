@@ -154,7 +154,7 @@ def column_chart(
     return {"kind": "columns", "rows": rows, "unit": unit, "x": x_name, "domain": [edges[0], edges[-1]]}
 
 
-def lane_chart(names: Mapping[str, str], bars: Sequence[Bar], *, unit: tuple[float, str], width: float) -> Chart:
+def gantt_chart(names: Mapping[str, str], bars: Sequence[Bar], *, unit: tuple[float, str], width: float) -> Chart:
     """Make a chart of time from left to right in ``unit`` (size and name), with a lane for each of ``names``, by key.
 
     ``width`` is in pixels; labels are shown if they fit.

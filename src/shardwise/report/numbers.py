@@ -21,10 +21,10 @@ def finite(value: object) -> float | None:
     return value
 
 
-def numbers_of(given: object) -> dict[str, float]:
+def numbers_of(mapping: object) -> dict[str, float]:
     """Return the entries of a mapping that are finite numbers other than 0."""
-    held = given.items() if isinstance(given, dict) else ()
-    return {str(name): number for name, value in held if (number := finite(value))}
+    entries = mapping.items() if isinstance(mapping, dict) else ()
+    return {str(name): number for name, value in entries if (number := finite(value))}
 
 
 def loss(value: float) -> str:
@@ -63,10 +63,10 @@ def thin(xs: Sequence[float], ys: Sequence[float | None], *, columns: int) -> li
     for (_, is_number), group in groupby(
         zip(xs, map(finite, ys), strict=True), key=lambda point: (int((point[0] - low) / width), point[1] is not None)
     ):
-        held = [(x, y) for x, y in group if y is not None]
+        points = [(x, y) for x, y in group if y is not None]
         if is_number:
-            order = sorted(range(len(held)), key=lambda index: held[index][1])
-            found += [held[index] for index in sorted({0, len(held) - 1, order[0], order[-1]})]
+            order = sorted(range(len(points)), key=lambda index: points[index][1])
+            found += [points[index] for index in sorted({0, len(points) - 1, order[0], order[-1]})]
         elif found and found[-1] is not None:
             found.append(None)
     return found[:-1] if found and found[-1] is None else found

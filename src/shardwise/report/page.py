@@ -64,7 +64,7 @@ def _environment() -> Any:
 
 def _visible(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _visible(held) for key, held in value.items()}
+        return {key: _visible(each) for key, each in value.items()}
     if isinstance(value, str | float):
         return printable(value) if isinstance(value, str) else numbers.finite(float(f"{value:.6g}"))
-    return [_visible(held) for held in value] if isinstance(value, list | tuple) else value
+    return [_visible(each) for each in value] if isinstance(value, list | tuple) else value

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardwise.planner.estimate import Span
-from shardwise.report.chart import Bar, Chart, Stack, bar_chart, column_chart, fills_of, lane_chart
+from shardwise.report.chart import Bar, Chart, Stack, bar_chart, column_chart, fills_of, gantt_chart
 from shardwise.report.numbers import seconds, unit_of
 from shardwise.spec.schedule.actions import Kind, Schedule
 from shardwise.spec.schedule.simulate import Timing
@@ -47,7 +47,7 @@ def stacked(
     stacks: Sequence[Stack], order: Sequence[str], *, shown: Callable[[float], str], **more: Any
 ) -> Figure | None:
     """Make a figure of bars with parts in the order and colours of ``order``; ``None`` if all are empty."""
-    fills = fills_of([name for stack in stacks for name, held in stack.parts.items() if held > 0], order)
+    fills = fills_of([name for stack in stacks for name, amount in stack.parts.items() if amount > 0], order)
     fills = dict(sorted(((name, MEASURED.get(name, fill)) for name, fill in fills.items()), key=lambda item: item[1]))
     return with_values(bar_chart(stacks, fills, shown=shown, **more), stacks, fills, shown)
 
@@ -70,7 +70,7 @@ def memory_timeline(
     if len(moments) < 2:
         return None
     stacks = [Stack(f"{index}. {name}", parts) for index, (name, parts) in enumerate(moments, 1)]
-    fills = fills_of([name for stack in stacks for name, held in stack.parts.items() if held > 0], MEMORY)
+    fills = fills_of([name for stack in stacks for name, amount in stack.parts.items() if amount > 0], MEMORY)
     edges = [index + 0.5 for index in range(len(stacks) + 1)]
     chart = column_chart(edges, stacks, fills, "moment of the step", shown)
     return with_values(chart, stacks, fills, shown)
@@ -86,23 +86,23 @@ def streams(spans: Sequence[Span], waits: Mapping[str, float] | None = None, not
     first = min(span.begin_s for span in spans)
     whole = max(span.end_s for span in spans) - first or 1e-9
     names = fills_of([span.stream for span in spans], [*STREAMS])
-    held = {name: [span for span in spans if span.stream == name] for name in names}
-    words = {name: STREAMS.get(name, (name, 8)) for name in held}
-    width = min(WIDEST, max(NARROWEST, 16.0 * max(map(len, held.values()))))
+    by_stream = {name: [span for span in spans if span.stream == name] for name in names}
+    titles = {name: STREAMS.get(name, (name, 8)) for name in by_stream}
+    width = min(WIDEST, max(NARROWEST, 16.0 * max(map(len, by_stream.values()))))
     bars: list[Bar] = []
-    for name, lane in held.items():
-        for span in sorted(lane, key=lambda span: span.begin_s):
-            start, stop, (word, fill) = span.begin_s - first, span.end_s - first, words[name]
+    for name, active in by_stream.items():
+        for span in sorted(active, key=lambda span: span.begin_s):
+            start, stop, (word, fill) = span.begin_s - first, span.end_s - first, titles[name]
             if bars and bars[-1].lane == name and stop - bars[-1].start < whole / 1000:  # too narrow
                 bars[-1] = bars[-1]._replace(stop=max(stop, bars[-1].stop), text=f"{word}: several")
             else:
                 bars.append(Bar(name, start, stop, span.label, fill, f"{word} {span.label}: {seconds(stop - start)}"))
-    lanes = {name: word for name, (word, _) in words.items()}
-    times = [(words[name][0], _busy_s(lane)) for name, lane in held.items()]
+    lanes = {name: word for name, (word, _) in titles.items()}
+    times = [(titles[name][0], _busy_s(active)) for name, active in by_stream.items()]
     times += [(f"computation waits: {name}", wait_s) for name, wait_s in (waits or {}).items() if wait_s > 0]
     rows = [(name, seconds(time_s), f"{time_s / whole:.1%}") for name, time_s in times]
-    chart = lane_chart(lanes, bars, unit=unit_of(whole, seconds), width=width)
-    return {"chart": chart, "legend": list(words.values()), "whole_s": whole, "rows": rows, "note": note}
+    chart = gantt_chart(lanes, bars, unit=unit_of(whole, seconds), width=width)
+    return {"chart": chart, "legend": list(titles.values()), "whole_s": whole, "rows": rows, "note": note}
 
 
 def _busy_s(spans: Sequence[Span]) -> float:
@@ -117,7 +117,7 @@ def _busy_s(spans: Sequence[Span]) -> float:
 def pipeline(built: Schedule, timing: Timing, unit_s: float | None = None) -> Figure:
     """Make a figure of a schedule, without chart if it is too large; ``unit_s`` is the duration of a unit of time."""
     found = {"built": built, "timing": timing, "unit_s": unit_s, "chart": None}
-    actions = [(rank, span, *ACTIONS[span.action.kind]) for rank, held in enumerate(timing.spans) for span in held]
+    actions = [(rank, span, *ACTIONS[span.action.kind]) for rank, row in enumerate(timing.spans) for span in row]
     legend = list(dict.fromkeys((f"{letter} {word}", fill) for _, _, letter, word, fill in actions))
     if len(actions) > MOST_ACTIONS:
         return found
@@ -131,7 +131,7 @@ def pipeline(built: Schedule, timing: Timing, unit_s: float | None = None) -> Fi
         bars.append(Bar(str(rank), start, stop, label, fill, text))
     end, shortest = max(bar.stop for bar in bars), sorted(bar.stop - bar.start for bar in bars)[len(bars) // 4]
     width = min(WIDEST, max(NARROWEST, (32 if is_deep else 25) * end / shortest))
-    lanes = {str(rank): f"rank {rank}" for rank in range(built.num_ranks)}
-    chart = lane_chart(lanes, bars, unit=unit_of(end, seconds) if unit_s else (1.0, ""), width=width)
-    order = [(rank, " ".join(bar.label for bar in bars if bar.lane == rank)) for rank in lanes]
+    rows = {str(rank): f"rank {rank}" for rank in range(built.num_ranks)}
+    chart = gantt_chart(rows, bars, unit=unit_of(end, seconds) if unit_s else (1.0, ""), width=width)
+    order = [(rank, " ".join(bar.label for bar in bars if bar.lane == rank)) for rank in rows]
     return found | {"chart": chart, "legend": legend, "order": order}

@@ -78,11 +78,11 @@ def _memory(plans: Sequence[Estimate]) -> Figure | None:
     """Return bars of bytes by category, including what a device stores in addition to tensors."""
     stacks = []
     for index, each in enumerate(plans, 1):
-        held = each.memory
+        memory = each.memory
         more = {
-            "allocator": held.reserved_bytes - held.allocated_bytes,
-            "context": held.device_bytes - held.reserved_bytes,
+            "allocator": memory.reserved_bytes - memory.allocated_bytes,
+            "context": memory.device_bytes - memory.reserved_bytes,
         }
-        stacks.append(Stack(f"{index}. {title(each)}", {**held.by_category, **more}, gib(held.device_bytes)))
+        stacks.append(Stack(f"{index}. {title(each)}", {**memory.by_category, **more}, gib(memory.device_bytes)))
     limit = plans[0].cluster.device.memory_bytes
     return stacked(stacks, (*MEMORY, "allocator", "context"), shown=gib, limit=limit, longest=2 * limit)

@@ -114,7 +114,7 @@ class Run(Shown):
 
     def predicted_number(self, key: str) -> float | None:
         """Return a number from summary.json or, if that lacks it, from plan.json."""
-        return next((value for held in (self.summary, self.plan) if (value := finite(held.get(key))) is not None), None)
+        return next((value for file in (self.summary, self.plan) if (value := finite(file.get(key))) is not None), None)
 
     @property
     def peak_bytes(self) -> float | None:

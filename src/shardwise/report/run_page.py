@@ -83,25 +83,25 @@ def run_page(run: Run) -> str:
     )
 
 
-def curve_figure(given: Mapping[Curve, Sequence[Line]]) -> parts.Figure | None:
+def curve_figure(lines_by_curve: Mapping[Curve, Sequence[Line]]) -> parts.Figure | None:
     """Draw curves in one chart, with the first number's title and axis; include evenly spaced values of each number."""
-    curve = next(iter(given))
-    lines = [line for held in given.values() for line in held]
+    curve = next(iter(lines_by_curve))
+    lines = [line for drawn in lines_by_curve.values() for line in drawn]
     chart = line_chart(lines, curve.shown, from_zero=curve.from_zero, may_be_log=curve.may_be_log)
     if chart is None:
         return None
-    values = [value for line in given[curve] for value in line.ys if value is not None]
+    values = [value for line in lines_by_curve[curve] for value in line.ys if value is not None]
     least_and_greatest = f", least {curve.shown(min(values))}, greatest {curve.shown(max(values))}" if values else ""
     tables = []
-    for each, curves in given.items():
-        held = [line for line in curves if line.xs]
-        steps = sorted({step for line in held for step in line.xs})
+    for each, curves in lines_by_curve.items():
+        drawn = [line for line in curves if line.xs]
+        steps = sorted({step for line in drawn for step in line.xs})
         last = len(steps) - 1
         chosen = [steps[at * last // (ROWS - 1)] for at in range(ROWS)] if last >= ROWS else steps
         some = f", {len(chosen)} of {len(steps):,} steps" if len(chosen) < len(steps) else ""
-        by_step = [dict(zip(line.xs, line.ys, strict=True)) for line in held]
+        by_step = [dict(zip(line.xs, line.ys, strict=True)) for line in drawn]
         rows = [[step, *(values.get(step) for values in by_step)] for step in chosen]
-        tables += [(f"{each.title}{some}", ["step", *(line.name for line in held)], rows)] if rows else []
+        tables += [(f"{each.title}{some}", ["step", *(line.name for line in drawn)], rows)] if rows else []
     return {
         "title": curve.title,
         "chart": chart,
@@ -113,8 +113,8 @@ def curve_figure(given: Mapping[Curve, Sequence[Line]]) -> parts.Figure | None:
 
 def memory_stacks(run: Run, before: str = "") -> list[Stack]:
     """Return bars of the predicted and the measured peak, as far as they are known."""
-    given = {"predicted": run.predicted_bytes, "measured": {"measured": run.peak_bytes or 0.0}}
-    stacks = [Stack(before + name, held) for name, held in given.items()]
+    peaks = {"predicted": run.predicted_bytes, "measured": {"measured": run.peak_bytes or 0.0}}
+    stacks = [Stack(before + name, peak) for name, peak in peaks.items()]
     return [stack._replace(note=size(stack.total)) for stack in stacks if stack.total > 0]
 
 
@@ -129,18 +129,18 @@ def _moments(run: Run) -> list[tuple[str, dict[str, float]]]:
 
 def _measured_memory(run: Run) -> parts.Figure | None:
     """Return measured bytes of rank 0 over one step: the engine's constant bytes, and temporary ones."""
-    held, moments, counts = (run.memory.get(key) for key in ("held_bytes", "seconds", "bytes"))
-    if not (isinstance(held, dict) and isinstance(moments, list) and isinstance(counts, list)):
+    engine_bytes, moments, counts = (run.memory.get(key) for key in ("held_bytes", "seconds", "bytes"))
+    if not (isinstance(engine_bytes, dict) and isinstance(moments, list) and isinstance(counts, list)):
         return None
-    is_whole = all(finite(value) is not None for value in (*held.values(), *moments, *counts))
+    is_whole = all(finite(value) is not None for value in (*engine_bytes.values(), *moments, *counts))
     if not is_whole or len(moments) != len(counts) or len(moments) < 2:
         return None
     rest = "activations and other tensors of the step"
-    always = {name: float(held[name]) for name in parts.MEMORY if held.get(name)}
-    fills = fills_of(list(always), parts.MEMORY) | {rest: parts.MEMORY.index("activations")}
-    base, edges = sum(always.values()), [1000.0 * moment for moment in (*moments, 2 * moments[-1] - moments[-2])]
+    constant = {name: float(engine_bytes[name]) for name in parts.MEMORY if engine_bytes.get(name)}
+    fills = fills_of(list(constant), parts.MEMORY) | {rest: parts.MEMORY.index("activations")}
+    base, edges = sum(constant.values()), [1000.0 * moment for moment in (*moments, 2 * moments[-1] - moments[-2])]
     stacks = [
-        Stack(f"{ms:.1f}", always | {rest: max(0.0, count - base)}, size(count))
+        Stack(f"{ms:.1f}", constant | {rest: max(0.0, count - base)}, size(count))
         for ms, count in zip(edges, counts, strict=False)
     ]
     last = len(stacks) - 1
@@ -151,18 +151,18 @@ def _measured_memory(run: Run) -> parts.Figure | None:
 
 def _times(run: Run) -> dict[str, parts.Figure | None]:
     """Return parts of a step, predicted and measured (mean without the first steps), and parts of the last process."""
-    step = {name: held for key, name in STEP.items() if (held := run.mean(key)) is not None}
-    whole = {name: held for key, name in RUN.items() if (held := finite(run.summary.get(key))) is not None}
+    step = {name: times for key, name in STEP.items() if (times := run.mean(key)) is not None}
+    whole = {name: times for key, name in RUN.items() if (times := finite(run.summary.get(key))) is not None}
     rest = "compute" if "exposed communication" in step else "compute and communication"
     found: dict[str, parts.Figure | None] = {}
-    for key, given in {
+    for key, groups in {
         "step_times": {
             "predicted": numbers_of(run.predicted.get("by_category")),
             "measured": _with_rest(run.mean("step_time_s"), step, rest),
         },
         "run_times": {"measured": _with_rest(finite(run.summary.get("wall_time_s")), whole, "start and the rest")},
     }.items():
-        stacks = [Stack(name, held, seconds(sum(held.values()))) for name, held in given.items() if held]
+        stacks = [Stack(name, times, seconds(sum(times.values()))) for name, times in groups.items() if times]
         found[key] = parts.stacked(stacks, (*parts.TIME, *parts.MEASURED), shown=seconds)
     return found
 
@@ -214,8 +214,8 @@ def _pipeline(run: Run) -> parts.Figure | str:
     try:
         policy = pipeline_policy(run.parallel.get("pipeline"))
         count = policy.num_microbatches or (run.plan.get("batch") or {}).get("accumulation")
-        given = {"schedule": policy.schedule, "num_virtual_stages": policy.num_virtual_stages}
-        built = pipeline_policy(given | {"num_microbatches": count}).build(pp)
+        fields = {"schedule": policy.schedule, "num_virtual_stages": policy.num_virtual_stages}
+        built = pipeline_policy(fields | {"num_microbatches": count}).build(pp)
     except (PlanError, TypeError, AttributeError):
         return "its schedule cannot be read from plan.json"
     return parts.pipeline(built, simulate(built, Durations()))
@@ -232,10 +232,10 @@ def mesh_of(sizes: Any, ep: int) -> Mesh | None:
 def _units(run: Run) -> list[dict[str, Any]]:
     """Return names, elements and owned elements of the units, if plan.json has all of them."""
     units = run.plan.get("units")
-    held = units if isinstance(units, list) and all(isinstance(unit, dict) for unit in units) else []
-    owned = [(unit.get("owned"), unit.get("numel")) for unit in held]
+    valid = units if isinstance(units, list) and all(isinstance(unit, dict) for unit in units) else []
+    owned = [(unit.get("owned"), unit.get("numel")) for unit in valid]
     are_numbers = all(isinstance(each, list) and None not in map(finite, (*each, numel)) for each, numel in owned)
-    return held if are_numbers else []
+    return valid if are_numbers else []
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, str]:

@@ -99,10 +99,10 @@ class SimulatedPipeline:
         """Seconds of :attr:`fullest_rank` by category; their sum is :attr:`seconds`."""
         found: dict[str, float] = {}
         for stage in self.schedule.stages(self.fullest_rank):
-            given = self.stages[stage]
-            for category, seconds in given.exposed.items():
+            times = self.stages[stage]
+            for category, seconds in times.exposed.items():
                 found[category] = found.get(category, 0.0) + seconds * self.schedule.num_microbatches
-            for category, seconds in given.exposed_once.items():
+            for category, seconds in times.exposed_once.items():
                 found[category] = found.get(category, 0.0) + seconds
         if waited := self._gathering(self.fullest_rank):
             found["gather"] = found.get("gather", 0.0) + waited
@@ -116,9 +116,9 @@ class SimulatedPipeline:
         """Seconds in which a rank computes, or waits for its gathers and reductions."""
         m, total = self.schedule.num_microbatches, 0.0
         for stage in self.schedule.stages(rank):
-            given = self.stages[stage]
-            total += m * (given.forward_s + given.backward_input_s + given.backward_weight_s)
-            total += given.last_backward_s
+            times = self.stages[stage]
+            total += m * (times.forward_s + times.backward_input_s + times.backward_weight_s)
+            total += times.last_backward_s
         return total + self._gathering(rank) + self.stages[self.timing.spans[rank][-1].action.stage].tail_s
 
     def _gathering(self, rank: int) -> float:

@@ -331,10 +331,10 @@ class _Lowering:
         if not (seconds or exchanges or host_s):
             return
         before = self.waits + self.computed
-        beside: tuple[int, ...] = ()
+        parallel: tuple[int, ...] = ()
         for each in exchanges:
             if each.is_beside:
-                beside += self._send(each.stream, each.stream, (each,), before, unit)
+                parallel += self._send(each.stream, each.stream, (each,), before, unit)
         done = self._put(Task(COMPUTE, seconds, before, unit.name))
         if host_s:  # the host launches while the device computes, and the device cannot end before the host
             launched = self._put(Task("host", host_s, (), unit.name, "host"))
@@ -343,7 +343,7 @@ class _Lowering:
         for each in exchanges:
             if not each.is_beside:
                 self.computed = self._send(each.stream, each.stream, (each,), self.computed, unit)
-        self.waits = beside
+        self.waits = parallel
 
     def _send(
         self, stream: str, category: str, transfers: Iterable[Transfer], after: tuple[int, ...], unit: StepUnit

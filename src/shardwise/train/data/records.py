@@ -97,8 +97,8 @@ def _lines(file: Path, most: int) -> Iterator[tuple[str, bytes]]:
             "  Install it: pip install zstandard"
         )
     with _reading(lambda: place):
-        handle_: Any = fsspec.open(place, "rb", compression="infer")
-        with handle_ as raw:  # readline of fsspec's own files has no size limit
+        opener: Any = fsspec.open(place, "rb", compression="infer")
+        with opener as raw:  # readline of fsspec's own files has no size limit
             handle = raw if isinstance(raw, io.BufferedIOBase) else io.BufferedReader(raw)
             for number in itertools.count(1):
                 place = f"{file}:{number}"
