@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import shardwise as sw
 from shardwise.cost.workload import Workload
-from shardwise.planner.memory import memory_on
+from shardwise.planner.memory import memory_on, num_microbatches
 
 MODEL = {"num_layers": 6, "hidden": 256, "num_heads": 4, "vocab_size": 2048, "seq_len": 256, "tied": False}
 FEW_WORDS = {**MODEL, "vocab_size": 64}
@@ -31,6 +35,7 @@ CASES = [
     (FEW_WORDS, {"strategy": "hsdp", "dp_shard": 4, "accumulation": "defer_replicate"}, 1, 2, "bf16"),
     (FEW_WORDS, {"strategy": "zero1", "accumulation": "sharded"}, 1, 2, "bf16"),
     (FEW_WORDS, {"strategy": "zero3"}, 4, 1, "bf16"),
+    ({**FEW_WORDS, "dropout": 0.1}, {"strategy": "zero3"}, 4, 1, "bf16"),
     (FEW_WORDS, {"strategy": "zero3", "activation_checkpointing": "full"}, 4, 1, "bf16"),
     (FEW_WORDS, {"strategy": "zero3", "activation_checkpointing": "selective"}, 4, 1, "bf16"),
     (FEW_WORDS, {"strategy": "zero3", "activation_checkpointing": "full", "offload_activations": True}, 4, 1, "bf16"),
@@ -99,30 +104,70 @@ def test_the_peak_from_the_shape_is_that_of_the_dry_run(overrides, options, micr
         options["pipeline"] = {"schedule": options["pipeline"], "num_microbatches": count}
     plan = sw.ParallelPlan(**options)
     tokens_BT = torch.empty(micro, config.seq_len, dtype=torch.int64, device="meta")
-    mesh = plan.mesh(WORLD)
-    peaks = [
-        sw.dry_run(
-            lambda: sw.models.gpt(config),
-            plan,
-            world_size=WORLD,
-            rank=stage * WORLD // plan.pp,
-            batch=(tokens_BT, tokens_BT),
-            backend="nccl",
-            num_microbatches=count,
-        ).peak_bytes
-        for stage in range(plan.pp)
-    ]  # of forward and backward; a dry run does not watch the update
     workload = Workload(
         seq_len=config.seq_len,
-        global_batch=micro * count * mesh.data_parallel_size,
+        global_batch=micro * count * plan.mesh(WORLD).data_parallel_size,
         micro_batch=micro,
         precision=dtype,
         recompute=options.get("activation_checkpointing", "none"),
     )
+    shape = sw.ModelShape.from_config(config)
+    check_peak(lambda: sw.models.gpt(config), shape, plan, workload, (tokens_BT, tokens_BT))
+
+
+def check_peak(
+    build: Callable[[], nn.Module],
+    shape: sw.ModelShape,
+    plan: sw.ParallelPlan,
+    workload: Workload,
+    batch: Any,
+) -> None:
+    """The predicted peak is that of the fullest stage, of forward and backward; a dry run does not watch the update."""
+    mesh = plan.mesh(WORLD)
     resolved = dataclasses.replace(plan, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
-    found = memory_on("cuda", sw.ModelShape.from_config(config), resolved, workload)
+    peaks = [
+        sw.dry_run(
+            build,
+            plan,
+            world_size=WORLD,
+            rank=stage * WORLD // plan.pp,
+            batch=batch,
+            backend="nccl",
+            num_microbatches=num_microbatches(resolved, workload),
+        ).peak_bytes
+        for stage in range(plan.pp)
+    ]
+    found = memory_on("cuda", shape, resolved, workload)
     predicted = max(sum(held.values()) for moment, held in found.timeline if moment != "optimizer")
     assert predicted == pytest.approx(max(peaks), rel=0.02), found.by_category
+
+
+VIT = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "hidden_dropout_prob": 0.1}
+T5 = {"d_model": 256, "d_kv": 64, "num_heads": 4, "d_ff": 512, "num_layers": 4, "vocab_size": 64, "use_cache": False}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("is_image", [True, False])
+def test_the_peak_of_images_and_of_an_encoder_with_a_decoder_is_that_of_the_dry_run(is_image, recompute):
+    tokens = torch.empty(8, 256, dtype=torch.int64, device="meta")
+    if is_image:
+        kind, config = transformers.ViTForImageClassification, transformers.ViTConfig(**VIT)
+        batch = {"pixel_values": torch.empty(8, 3, 224, 224, device="meta"), "labels": tokens[:, 0]}
+    else:
+        kind = transformers.T5ForConditionalGeneration
+        config = transformers.T5Config(**T5, pad_token_id=0, decoder_start_token_id=0)
+        batch = {"input_ids": tokens, "labels": tokens[:, :128].contiguous()}
+    policy = sw.PrecisionPolicy(param_dtype="bf16")
+    plan = sw.ParallelPlan(strategy="zero3", mp_policy=policy, activation_checkpointing=recompute)
+    workload = Workload(
+        seq_len=1 if is_image else 256,
+        decoder_seq_len=None if is_image else 128,
+        global_batch=8 * WORLD,
+        micro_batch=8,
+        recompute=recompute,
+    )
+    shape = sw.ModelShape.from_config(config.to_dict())
+    check_peak(lambda: kind(copy.deepcopy(config)), shape, plan, workload, batch)
 
 
 class Adapted(nn.Module):

@@ -121,6 +121,7 @@ class UnitWork:
         scores_bytes: Additional saved bytes if attention is not one kernel.
         regathered_bytes: With ``sequence_parallel``, the part of saved inputs of products that other ranks also have.
             Our engine saves it; Megatron gathers it again in backward.
+        encoder_bytes: For a decoder's first block: saved bytes of modules between encoder and decoder.
         exchanges: Collectives inside the unit.
     """
 
@@ -139,6 +140,7 @@ class UnitWork:
     input_bytes: float = 0.0
     scores_bytes: float = 0.0
     regathered_bytes: float = 0.0
+    encoder_bytes: float = 0.0
     exchanges: tuple[Exchange, ...] = ()
 
     @property

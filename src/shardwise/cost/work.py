@@ -70,9 +70,19 @@ def _model_work(shape: ModelShape, degrees: Degrees, workload: Workload) -> tupl
         place += count
         if (block, length) not in made:
             made[block, length] = block_work(Rank(shape, degrees, workload, length), block, first)
-        blocks.append(replace(made[block, length], name=f"block{index}", count=count))
+        unit = replace(made[block, length], name=f"block{index}", count=count)
+        if has_two and place - count == shape.num_encoder_blocks:
+            unit = replace(unit, encoder_bytes=_encoder_bytes(Rank(shape, degrees, workload, first), unit, length))
+        blocks.append(unit)
     last = Rank(shape, degrees, workload, second if has_two else first)
     return (_embedding(Rank(shape, degrees, workload, first)), *blocks, _head(last))
+
+
+def _encoder_bytes(rank: Rank, unit: UnitWork, length: int) -> float:
+    """Saved bytes of an encoder's last norm, of its output, and of the tables of positions of encoder and decoder."""
+    tables = unit.attention[0].heads * (rank.seq_len**2 + length * (length + rank.seq_len))
+    output = rank.item * ((1 + rank.shape.has_dropout) * rank.stream + tables)
+    return rank.arithmetic.norm(rank.shape.norm, rank.stream, rank.shape.hidden).saved_bytes + output
 
 
 def _embedding(rank: Rank) -> UnitWork:
@@ -87,6 +97,8 @@ def _embedding(rank: Rank) -> UnitWork:
         numel += math.ceil(shape.vocab / t) * shape.hidden
     grads = (4 if e == 4 else 2) * table / t if rank.trains else 0.0
     parts = [Part("lookup", 2 * e * rank.stream, 2 * e * rank.stream + grads, 0.0, 1)]
+    if products and e == 2:  # the product reads a cast copy of the images
+        parts.append(Part("images", 0.0, 0.0, e * products[0].rows * shape.patch_numel, 0))
     if shape.has_norm_before:
         parts.append(rank.arithmetic.norm("layer", rank.between, shape.hidden))
     if shape.has_dropout:

@@ -122,31 +122,31 @@ def _asker_for_masks() -> str | None:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Makes a model on meta use the attention kernels and take the branches that it would on the device.
+    """Makes a model on meta use the kernels of attention and dropout and take the branches that it would on the device.
 
     With meta tensors torch uses the plain formula of attention, which saves the matrix of scores for backward. The
-    fused kernels save their inputs, the output and one number per row.
+    fused kernels save their inputs, the output and one number per row. A GPU's dropout saves a mask of bytes.
 
     A model that reads a value of a meta tensor fails, with one exception. Before transformers makes masks, it reads
     whether sequences are packed (the answer is no) and whether the given mask hides tokens.
 
     Args:
-        is_cuda: Use the kernels of a GPU (flash attention in 16 bit, memory-efficient attention otherwise) or of the
-            CPU (its flash kernel, which does not support dropout).
-        has_mask_gradients: The memory-efficient kernel also accepts masks that need gradients, like T5's.
+        is_cuda: Use the kernels of a GPU (flash attention in 16 bit, memory-efficient attention otherwise, which also
+            accepts masks that need gradients, like T5's) or of the CPU (its flash kernel, without dropout).
         hides_tokens: The batch has a mask that hides tokens (:func:`hides_tokens`).
     """
 
-    def __init__(self, *, is_cuda: bool, has_mask_gradients: bool = False, hides_tokens: bool = False) -> None:
+    def __init__(self, *, is_cuda: bool, hides_tokens: bool = False) -> None:
         super().__init__()
         self._hides_tokens = hides_tokens
         self._is_cuda = is_cuda
-        self._has_mask_gradients = has_mask_gradients
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.__bool__ and args[0].is_meta and (asker := _asker_for_masks()):
             return asker == "find_packed_sequence_indices" or not self._hides_tokens
+        if func is F.dropout and self._is_cuda:
+            return _dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             output = self._attend(*args, **kwargs)
             if output is not None:
@@ -166,7 +166,7 @@ class FusedAttention(TorchFunctionMode):
     ) -> Tensor | None:
         """The fused kernel's output, or ``None`` if the plain formula would be used."""
         is_even = query.dim() == 4 and query.shape[0] == key.shape[0] and query.shape[-1] == value.shape[-1]
-        is_refused = attn_mask is not None and attn_mask.requires_grad and not self._has_mask_gradients
+        is_refused = attn_mask is not None and attn_mask.requires_grad and not self._is_cuda
         if not (query.is_meta and is_even) or is_refused:
             return None
         is_grouped = query.shape[1] != key.shape[1]
@@ -187,3 +187,15 @@ class FusedAttention(TorchFunctionMode):
             attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001 - an operator's name
         return kernel(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]  # noqa: FBT003
+
+
+def _dropout(
+    input: Tensor,  # noqa: A002 - torch's signature
+    p: float = 0.5,
+    training: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+    inplace: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+) -> Tensor:
+    if not training or p == 0:
+        return input
+    made = torch.native_dropout(input, p, True)[0]  # noqa: FBT003 - takes no keyword
+    return input.copy_(made) if inplace else made

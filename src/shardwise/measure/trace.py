@@ -19,7 +19,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -53,32 +52,18 @@ EMBEDDING, HEAD = "embedding", "head"
 
 
 class FusedKernels(FusedAttention):
-    """Uses a GPU's kernels on meta: fused attention, and fused dropout, which saves a mask of bytes.
+    """Uses a GPU's kernels on meta.
 
     ``mask.all()``, which transformers' models evaluate, is true: samples have no padding.
     """
 
     def __init__(self) -> None:
-        super().__init__(is_cuda=True, has_mask_gradients=True)
+        super().__init__(is_cuda=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.dropout:
-            return _dropout(*args, **(kwargs or {}))
         if func in {Tensor.all, torch.all} and len(args) == 1 and not kwargs and args[0].is_meta:
             return torch.ones((), dtype=torch.bool, device="cpu")
         return super().__torch_function__(func, types, args, kwargs)
-
-
-def _dropout(
-    input: Tensor,  # noqa: A002 - torch's signature
-    p: float = 0.5,
-    training: bool = True,  # noqa: FBT001, FBT002 - torch's signature
-    inplace: bool = False,  # noqa: FBT001, FBT002 - torch's signature
-) -> Tensor:
-    if not training or p == 0:
-        return input
-    made = torch.native_dropout(input, p, True)[0]  # noqa: FBT003 - takes no keyword
-    return input.copy_(made) if inplace else made
 
 
 @dataclass

@@ -39,22 +39,22 @@ class Around:
 
     Attributes:
         family: The model's family.
-        tokens: Tokens of a microbatch on a rank.
         hidden: Width of the stream.
         item: Bytes of an element.
         tp: Tensor-parallel ranks.
         cp: Context-parallel ranks.
+        divides_sequence: ``tp`` also divides the residual stream.
         routes_tokens: Mixtures send tokens to the ranks that have their experts.
         is_adapted: Frozen layers have adapters.
         chunks_loss: The loss is computed for a part of the positions at a time.
     """
 
     family: str
-    tokens: float
     hidden: int
     item: int
     tp: int = 1
     cp: int = 1
+    divides_sequence: bool = False
     routes_tokens: bool = False
     is_adapted: bool = False
     chunks_loss: bool = False
@@ -64,20 +64,23 @@ class Around:
         """The facts of a plan."""
         return cls(
             family=shape.family,
-            tokens=workload.micro_batch * workload.seq_len / plan.cp,
             hidden=shape.hidden,
             item=item_bytes(workload),
             tp=plan.tp,
             cp=plan.cp,
+            divides_sequence=plan.sequence_parallel,
             routes_tokens=plan.routes_tokens,
             is_adapted=workload.lora_rank is not None,
             chunks_loss=workload.chunked_loss,
         )
 
-    @property
-    def stream(self) -> float:
-        """Bytes of the residual stream at all positions of this rank."""
-        return self.item * self.tokens * self.hidden
+    def stream(self, unit: UnitWork) -> float:
+        """Bytes of the residual stream at all positions of a microbatch."""
+        return unit.stream_bytes * (self.tp if self.divides_sequence else 1)
+
+    def tokens(self, unit: UnitWork) -> float:
+        """Tokens of a microbatch on a rank."""
+        return self.stream(unit) / (self.item * self.hidden)
 
 
 def block_saved(unit: UnitWork, block: Block | None, around: Around, recompute: str) -> Saved:
@@ -97,10 +100,11 @@ def block_saved(unit: UnitWork, block: Block | None, around: Around, recompute: 
     whole = unit.saved_bytes + scores + saved
     outputs = unit.selective_bytes + products_of_scores + products
     kept = {"none": whole, "selective": outputs, "full": unit.input_bytes}[recompute]
-    passing += 2 * around.stream
+    passing += 2 * around.stream(unit)
     if around.cp > 1:
         passing = max(passing, _ring(unit, block, around) - 2 * unit.inner_bytes)
-    return Saved(kept=kept, whole=whole, passing=passing, output=unit.stream_bytes)
+    more = unit.encoder_bytes
+    return Saved(kept + more, whole + more, passing, output=unit.stream_bytes)
 
 
 def weight_terms(unit: UnitWork, around: Around) -> float:
@@ -112,7 +116,7 @@ def weight_terms(unit: UnitWork, around: Around) -> float:
     numel, is_dense = 0.0, not around.routes_tokens
     for each in unit.products:
         if each.is_trained and not each.is_convolution and (around.family == "gpt" or not each.is_batched):
-            rows = around.tokens if each.is_batched and is_dense else each.rows
+            rows = around.tokens(unit) if each.is_batched and is_dense else each.rows
             has_several = each.is_batched and not (is_dense and each.inner == around.hidden)
             numel += rows * ((each.count if has_several else 1) * each.inner + each.count * each.columns)
     return around.item * numel
@@ -127,7 +131,7 @@ def _unfused(unit: UnitWork, block: Block, around: Around) -> tuple[float, float
     attention = block.attention
     if attention.plain or around.item != 4 or attention.kv_heads == attention.heads:
         return 0.0, 0.0
-    repeated = 2 * around.item * around.tokens * (attention.q_width - attention.kv_width) / around.tp
+    repeated = 2 * around.item * around.tokens(unit) * (attention.q_width - attention.kv_width) / around.tp
     pairs = sum(work.queries * work.keys * work.heads for work in unit.attention)
     return repeated + pairs * around.item, pairs * around.item
 
@@ -143,18 +147,18 @@ def _mixture(unit: UnitWork, block: Block, around: Around) -> tuple[float, float
         width = unit.inner_bytes / (2 if feed.is_gated else 1)
         return 0.0, 0.0, unit.inner_bytes + width * around.is_adapted
     if around.family != "gpt" or around.routes_tokens:
-        return 0.0, 0.0, (2 * feed.per_token + 1) * around.stream
+        return 0.0, 0.0, (2 * feed.per_token + 1) * around.stream(unit)
     others = feed.count - feed.per_token
     inner = others / feed.per_token * unit.inner_bytes
-    rows = (feed.count - 2 * feed.per_token) * around.stream
-    return inner + others * around.stream, 2 * inner + rows, unit.inner_bytes / feed.per_token
+    rows = (feed.count - 2 * feed.per_token) * around.stream(unit)
+    return inner + others * around.stream(unit), 2 * inner + rows, unit.inner_bytes / feed.per_token
 
 
 def _ring(unit: UnitWork, block: Block, around: Around) -> float:
     """Bytes of ring attention in backward: blocks of keys and values that are sent and received, and sums in fp32."""
-    item, wide = around.item, 4
-    q = around.tokens * unit.attention[0].width
-    kv = around.tokens * max(block.attention.kv_heads / around.tp, 1) * block.attention.head_dim
+    item, wide, tokens = around.item, 4, around.tokens(unit)
+    q = tokens * unit.attention[0].width
+    kv = tokens * max(block.attention.kv_heads / around.tp, 1) * block.attention.head_dim
     travelling = 2 * item * (2 if around.cp > 2 else 1)
     return q * (6 * item + wide) + kv * (travelling + 4 * item + 6 * wide)
 
@@ -185,12 +189,12 @@ def head_saved(unit: UnitWork, around: Around) -> HeadSaved:
     item = around.item
     logits = unit.inner_bytes / item
     kept = sum(part.saved_bytes for part in unit.parts if part.name != "loss")
-    kept += around.stream - unit.stream_bytes  # gathered over tp
+    kept += around.stream(unit) - unit.stream_bytes  # gathered over tp
     if around.chunks_loss:
         # The logits of a chunk are about as large as the hidden states. Gradients of hidden states and of the weight
         # are computed in forward and stored until backward.
-        hidden = around.tokens * around.hidden
-        held = item * (hidden + logits / around.tokens * around.hidden)
+        hidden = around.stream(unit) / item
+        held = item * (hidden + logits / around.tokens(unit) * around.hidden)
         return HeadSaved(kept, held, (item + 8) * hidden + held, held)
     if around.tp > 1:
         return HeadSaved(kept, 4 * logits, (item + 4) * logits, (8 + (item if item == 2 else 0)) * logits)

@@ -240,20 +240,10 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], inputs: _Inputs) -> Rank
         rules=rules,
         is_constant=accounting.states is not None,
         update_bytes=update,
-        **_before(embedding, shape),
+        before_bytes=embedding.saved_bytes,
+        # When backward reaches the largest tensor, it and two gradients of its size exist.
+        passing_bytes=max(embedding.largest_bytes, 3 * embedding.largest_bytes - embedding.saved_bytes),
     )
-
-
-def _before(embedding: UnitWork, shape: ModelShape) -> dict[str, float]:
-    """Activations of modules before the first unit: nearly none for an embedding, perhaps all for a traced model.
-
-    Backward of these modules begins with all saved tensors and one gradient of the size of the largest tensor. When
-    backward reaches this tensor, the tensor and two gradients of its size exist.
-    """
-    if shape.stacks:
-        return {}
-    saved, largest = embedding.saved_bytes, embedding.largest_bytes
-    return {"before_bytes": saved, "passing_bytes": max(largest, 3 * largest - saved)}
 
 
 #: Peak bytes of ``sw.Muon``'s step for each element of a matrix that a rank updates: the rounded update, the send and
