@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.spec.errors import CommError
-from shardwise.spec.order import FAILED, THROUGH, AgreedOrder, Word
+from shardwise.spec.order import FAILED, FINISHED, AgreedOrder, OrderMessage
 
 T = TypeVar("T")
 W = TypeVar("W", bound=tuple[int, ...])
@@ -215,7 +215,7 @@ def _is_subsequence(part: list[int], whole: list[int]) -> bool:
 
 
 class Meeting:
-    """Ranks, each a thread, that exchange their words."""
+    """Ranks, each a thread, that exchange messages."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -226,15 +226,15 @@ class Meeting:
     def peer(self, rank: int) -> Peer:
         return Peer(self, rank)
 
-    def exchange(self, rank: int, word: W) -> list[W]:
-        self._words[rank] = word
+    def exchange(self, rank: int, message: W) -> list[W]:
+        self._words[rank] = message
         if self._barrier.wait() == 0:
             self.num_words += 1
-        words = [self._words[rank] for rank in range(self.size)]
+        messages = [self._words[rank] for rank in range(self.size)]
         self._barrier.wait()
-        if FAILED not in word and any(FAILED in other for other in words):
+        if FAILED not in message and any(FAILED in other for other in messages):
             raise CommError("a peer has failed.\n  Look there.")
-        return words
+        return messages
 
     def run(self, body: Callable[[int], T]) -> list[T]:
         with ThreadPoolExecutor(self.size) as pool:
@@ -245,13 +245,13 @@ class Meeting:
 class Peer:
     meeting: Meeting
     rank: int
-    are_there: bool = True
+    can_answer: bool = True
     under_way: frozenset[int] = frozenset()
 
-    def exchange(self, word: Word) -> list[Word]:
-        return self.meeting.exchange(self.rank, word)
+    def exchange(self, message: OrderMessage) -> list[OrderMessage]:
+        return self.meeting.exchange(self.rank, message)
 
-    def highest(self, *numbers: int, wants: int = THROUGH) -> list[int]:
+    def highest(self, *numbers: int, wants: int = FINISHED) -> list[int]:
         return list(map(max, zip(*self.meeting.exchange(self.rank, numbers), strict=True)))
 
 
@@ -327,7 +327,7 @@ def test_where_a_rank_fails_while_ranks_negotiate_all_others_raise():
         list(orders[rank].advance_to(0))
         if rank == 1:
             orders[rank].fail()
-            orders[rank].fail()  # nobody waits for a second word
+            orders[rank].fail()  # nobody waits for a second message
             return "failed"
         with pytest.raises(CommError):
             list(orders[rank].advance_to(rank + 1))
@@ -365,12 +365,12 @@ def test_what_another_rank_has_run_is_not_what_this_rank_has_run():
     meeting = Meeting(2)
     orders = [AgreedOrder(meeting.peer(rank), range(4), is_backward=True) for rank in range(2)]
     follow_together(meeting, orders, [[2, 0], [3, 0]])
-    ask = lambda rank: orders[rank].is_asked_for(is_wanted=False, is_asked=True)  # noqa: E731
+    ask = lambda rank: orders[rank].is_negotiation_wanted(is_wanted_here=False, is_exchanged=True)  # noqa: E731
     for _ in range(2):
         assert meeting.run(ask) == [False, False]
         assert [order.is_settled for order in orders] == [False, False]
         follow_together(meeting, orders, [[2, 0], [3, 0]])
     follow_together(meeting, orders, [[2, 3, 0], [3, 0]], anew=True)
-    assert orders[0].holds([2, 3, 0])
-    assert orders[0].holds([2, 2, 0])  # calls that follow one another are one place
-    assert not orders[0].holds([0, 3])
+    assert orders[0].contains_path([2, 3, 0])
+    assert orders[0].contains_path([2, 2, 0])  # calls that follow one another are one place
+    assert not orders[0].contains_path([0, 3])

@@ -346,13 +346,13 @@ def predict(
 
 def _accumulations(engine: Engine) -> set[str]:
     """Return the modes of accumulation used so far. Repeated backwards that each synchronize count as ``sharded``."""
-    seen = {engine.window.mode} if engine.backward.has_waited else set()
+    seen = {engine.window.mode} if engine.backward.has_accumulated else set()
     return seen | ({"sharded"} if any(group.gradient.has_added for group in engine.groups) else set())
 
 
 def _stages(engine: Engine) -> dict[int, list[int]]:
     """Return the indices of the units that belong to only one pipeline stage, by stage."""
-    return {stage: [unit.index for unit in units] for stage, units in engine.extras.take(StageUnits).items()}
+    return {stage: [unit.index for unit in units] for stage, units in engine.extras.get_or_make(StageUnits).items()}
 
 
 def _reduction_order(engine: Engine) -> Sequence[int]:

@@ -67,7 +67,7 @@ rank. A rank that skips a unit still gathers it, and reduces zeros for it. No ra
 sent to agree once all units are in the order and some rank has run all of it in one pass. Until then, one message per
 pass says whether a rank has left the order, so that the ranks negotiate again. Where paths keep changing and the order
 has grown to twice its first length, the ranks exchange which units they have used. Each entry into the model (the root,
-a unit that is called directly, a stage of a pipeline) has a separate order (``spec.order.Paths``). Evaluations
+a unit that is called directly, a stage of a pipeline) has a separate order (``spec.order.ModelOrders``). Evaluations
 (``sw.eval_step``) have separate orders. Other forwards without grad gather only the units that they use: ranks that
 gather together run the same units in them. ADR 6 says why.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from shardwise.spec.order import Entry
+from shardwise.spec.order import EntryPoint
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -35,7 +35,7 @@ class Observer:
     is_stepping = False
     num_ranks_with_data: int | None = None
 
-    def forward_begins(self, engine: Engine, entry: Entry) -> None:
+    def forward_begins(self, engine: Engine, entry: EntryPoint) -> None:
         """Called before an outermost forward begins through ``entry``; ``engine.forward.trains`` is set."""
 
     def forward_ended(self, engine: Engine) -> None:
@@ -81,7 +81,7 @@ class Extras:
         self.host_waits: list[Callable[[], None]] = []
         self._by_class: dict[type, Any] = {}
         self.observers: tuple[Observer, ...] = ()
-        self._resting: tuple[Observer, ...] = ()
+        self._paused: tuple[Observer, ...] = ()
         self._sort()
 
     def add(self, extra: object, *, is_first: bool = False) -> None:
@@ -101,38 +101,38 @@ class Extras:
         """Return the object of a class, or ``None``."""
         return self._by_class.get(kind)
 
-    def take(self, kind: type[_T]) -> _T:
+    def get_or_make(self, kind: type[_T]) -> _T:
         """Return the object of a class; the first call makes it."""
         if kind not in self._by_class:
             self.add(kind())
         return self._by_class[kind]
 
-    def rest(self, observer: Observer) -> None:
-        """Stop calling an observer until :meth:`wake`, because steps repeat."""
-        self._resting += (observer,)
+    def pause(self, observer: Observer) -> None:
+        """Stop calling an observer until :meth:`resume_all`, because steps repeat."""
+        self._paused += (observer,)
         self._sort()
 
-    def wake(self) -> None:
-        """Undo every :meth:`rest`: this step differs from earlier ones (a new entry into the model, another path)."""
-        if self._resting:
-            self._resting = ()
+    def resume_all(self) -> None:
+        """Undo every :meth:`pause`: this step differs from earlier ones (a new entry into the model, another path)."""
+        if self._paused:
+            self._paused = ()
             self._sort()
 
     def _sort(self) -> None:
-        self._awake = [each for each in self.observers if not any(each is resting for resting in self._resting)]
-        self.forward_begins = self._listening(lambda each: each.forward_begins)
-        self.forward_ended = self._listening(lambda each: each.forward_ended)
-        self.before_gather = self._listening(lambda each: each.before_gather)
-        self.backward_begins = self._listening(lambda each: each.backward_begins)
-        self.before_reduce = self._listening(lambda each: each.before_reduce)
-        self.reduced = self._listening(lambda each: each.reduced)
-        self.backward_ended = self._listening(lambda each: each.backward_ended)
+        self._active = [each for each in self.observers if not any(each is paused for paused in self._paused)]
+        self.forward_begins = self._overridden(lambda each: each.forward_begins)
+        self.forward_ended = self._overridden(lambda each: each.forward_ended)
+        self.before_gather = self._overridden(lambda each: each.before_gather)
+        self.backward_begins = self._overridden(lambda each: each.backward_begins)
+        self.before_reduce = self._overridden(lambda each: each.before_reduce)
+        self.reduced = self._overridden(lambda each: each.reduced)
+        self.backward_ended = self._overridden(lambda each: each.backward_ended)
 
-    def _listening(self, method_of: Callable[[Observer], _F]) -> tuple[_F, ...]:
+    def _overridden(self, method_of: Callable[[Observer], _F]) -> tuple[_F, ...]:
         """The methods of the observers whose class overrides the method of a moment."""
         return tuple(
             method
-            for method in map(method_of, self._awake)
+            for method in map(method_of, self._active)
             if getattr(type(method.__self__), method.__name__) is not getattr(Observer, method.__name__)
         )
 
@@ -142,21 +142,21 @@ class Step:
 
     Attributes:
         skips_hooks: Whether hooks return at once, because all units are gathered and stay so until the step ends.
-        holds: Whether units for which :meth:`keeps` is true stay gathered, and modules keep the full parameters.
+        keeps_units: Whether units with :meth:`is_kept` stay gathered, and modules keep the full parameters.
         entry: The entry into the model of the next forward; ``None``: the module that is called.
         ends_with_backward: Whether the end of a backward waits for all reductions.
     """
 
     skips_hooks = False
-    holds = False
-    entry: Entry | None = None
+    keeps_units = False
+    entry: EntryPoint | None = None
     ends_with_backward = True
 
-    def keeps(self, unit: Unit) -> bool:  # noqa: ARG002
+    def is_kept(self, unit: Unit) -> bool:  # noqa: ARG002
         """Whether a unit stays gathered while no call of it runs."""
         return False
 
-    def leave(self, engine: Engine, unit: Unit) -> None:
+    def after_collect(self, engine: Engine, unit: Unit) -> None:
         """Called when a backward that does not synchronize has left ``unit`` and collected its gradients."""
 
     def refuse(self, what: str) -> None:
@@ -190,7 +190,7 @@ class Window:
         self.mode = mode or self.mode
 
     @contextlib.contextmanager
-    def having(self, **fields: Any) -> Iterator[None]:
+    def override(self, **fields: Any) -> Iterator[None]:
         """Give attributes of the window different values inside the context."""
         before = {name: getattr(self, name) for name in fields}
         vars(self).update(fields)

@@ -37,7 +37,7 @@ from shardwise.engine.order import Backward, Forward, RankPeers
 from shardwise.engine.unit import Member, State, Unit
 from shardwise.spec.errors import CommError, StateError
 from shardwise.spec.facts import EngineOptions
-from shardwise.spec.order import AgreedOrder, Entry, Paths, units_in
+from shardwise.spec.order import AgreedOrder, EntryPoint, ModelOrders, units_in
 from shardwise.spec.placement import Placements
 
 #: Whether ``extensions.safety.checks`` is active: observers are then called in every step, also where steps repeat.
@@ -103,15 +103,15 @@ class Engine:
         for unit in self.units:
             unit.dissolve()
 
-    def _make_orders(self) -> Paths:
+    def _make_orders(self) -> ModelOrders:
         units, backward = self.units, self.backward
         gather, control, gathers = self.comms.gather, self.comms.control, self.placements.shards_optimizer
 
-        def peers(entry: Entry) -> tuple[RankPeers | None, RankPeers]:
+        def peers(entry: EntryPoint) -> tuple[RankPeers | None, RankPeers]:
             forward = RankPeers(gather, entry, units) if gathers else None
             return forward, RankPeers(control, entry, units, backward)
 
-        return Paths(peers, lambda entry: indices_below(units, entry), self.extras.wake)
+        return ModelOrders(peers, lambda entry: indices_below(units, entry), self.extras.resume_all)
 
     def remove(self) -> None:
         """Remove the hooks: the units now belong to another engine."""
@@ -167,7 +167,7 @@ class Engine:
         if self.placements.shards_optimizer:
             for index in self.orders.forward_order.advance_to(unit.index):
                 self._visit(self.units[index])
-        self._release_left(but=unit)
+        self._release_exited(but=unit)
         self.unshard(unit, ahead=self.orders.forward_order)
         unit.is_unused = False
         member.use_unsharded()
@@ -193,11 +193,11 @@ class Engine:
             calls.num_silent += forward.trains
         elif not torch_private.is_transformed():
             attach_tickets(lambda: self._ticket(unit, path or member.path), output, since)
-        self._leave(unit, member)
+        self._exit(unit, member)
         if forward.num_frames == 0:
-            for tell in self.extras.forward_ended:
-                tell(self)
-            if output is not None or sys.exception() is forward.handled:
+            for notify in self.extras.forward_ended:
+                notify(self)
+            if output is not None or sys.exception() is forward.handled_exception:
                 self._end_forward()
             else:  # it raised: the next forward drops gathers under way
                 self._fail(self.orders.forward_order)
@@ -209,35 +209,35 @@ class Engine:
         entry = self.orders.entry
         return Ticket(self.pre_backward, unit, path, entry=entry, version=self.version, is_counted=is_counted)
 
-    def _leave(self, unit: Unit, member: Member) -> None:
+    def _exit(self, unit: Unit, member: Member) -> None:
         member.num_frames -= 1
-        if member.num_frames <= 0 and not self.window.step.holds:
+        if member.num_frames <= 0 and not self.window.step.keeps_units:
             member.use_sharded()
             unit.all_use_unsharded = False
         if not unit.calls.frames:
-            self.forward.left.append(unit)
+            self.forward.exited.append(unit)
 
-    def _begin_forward(self, entry: Entry) -> None:
+    def _begin_forward(self, entry: EntryPoint) -> None:
         self.need_values("a forward")
         forward = self.forward
         forward.thread = threading.get_ident()
-        forward.handled = sys.exception()
+        forward.handled_exception = sys.exception()
         forward.trains = torch.is_grad_enabled()
         for unit in self.units:
             if unit.state is State.UNSHARDING and not self._stays(unit):  # prefetched by a forward that raised
                 self.reshard(unit)
-        while forward.left:
-            self.reshard(forward.left.pop())
+        while forward.exited:
+            self.reshard(forward.exited.pop())
         forward.is_shared = forward.trains or self.window.evaluates
         self.orders.enter(entry, trains=forward.trains, is_shared=forward.is_shared)
         if is_checking or not self.orders.forward_order.is_recorded or torch_private.active_ddp() is not None:
-            self.extras.wake()
+            self.extras.resume_all()
         self.refresh()
         # Cached autocasts of an earlier forward belong to its graph. Their gradients would arrive after backward has
         # left the units.
         torch.clear_autocast_cache()
-        for tell in self.extras.forward_begins:
-            tell(self, entry)
+        for notify in self.extras.forward_begins:
+            notify(self, entry)
         self.window.is_open |= self.window.evaluates
         self.orders.forward_order.start()
         if forward.version != self.version:
@@ -262,7 +262,7 @@ class Engine:
         """
         was_open = self.window.is_open
         try:
-            with self.window.having(evaluates=True):
+            with self.window.override(evaluates=True):
                 yield
         finally:
             if not was_open:
@@ -289,11 +289,11 @@ class Engine:
 
     def _end_forward(self) -> None:
         order, is_shared = self.orders.forward_order, self.forward.is_shared
-        self.forward.handled = None  # its traceback holds activations
+        self.forward.handled_exception = None  # its traceback holds activations
         if is_shared and self.placements.shards_optimizer:
             for index in order.finish():
                 self._visit(self.units[index])
-        self._release_left()
+        self._release_exited()
         for unit in self.units:
             if unit.state is State.UNSHARDING and not self._stays(unit):  # prefetched and never used
                 self.wait(unit)
@@ -322,15 +322,15 @@ class Engine:
         """Gather a unit that this rank's forward skips, because the peers gather it."""
         if not self.forward.is_shared:
             return
-        self._release_left(but=unit)
+        self._release_exited(but=unit)
         self.unshard(unit)
         if not unit.calls.frames:
-            self.forward.left.append(unit)
+            self.forward.exited.append(unit)
 
-    def _release_left(self, *, but: Unit | None = None) -> None:
+    def _release_exited(self, *, but: Unit | None = None) -> None:
         """Release the units that forward has left, except ``but`` and those that are kept for backward."""
-        left, self.forward.left = self.forward.left, []
-        for unit in left:
+        exited, self.forward.exited = self.forward.exited, []
+        for unit in exited:
             if unit is not but:
                 self._reshard_after_forward(unit, needs_backward=self._has_backward(unit))
 
@@ -399,8 +399,8 @@ class Engine:
                 if is_checking and num_bytes:
                     group.poison()
                 is_kept = group.form.kept_epoch == self.epoch
-                for tell in self.extras.before_gather:
-                    tell(self, unit, group, is_kept=is_kept)
+                for notify in self.extras.before_gather:
+                    notify(self, unit, group, is_kept=is_kept)
                 group.epoch = self.epoch
                 with label("gather", unit.name):
                     unit.handles.append(group.form.gather_kept(group) if is_kept else group.form.gather(group))
@@ -448,7 +448,7 @@ class Engine:
 
     def _stays(self, unit: Unit) -> bool:
         """Whether the step keeps the unit gathered."""
-        return self.window.step.holds and self.window.step.keeps(unit)
+        return self.window.step.keeps_units and self.window.step.is_kept(unit)
 
     def _ensure(self, unit: Unit, *, ahead: AgreedOrder | None = None) -> None:
         """Gather the unit's parameters inside a backward, without taking part in the order."""
@@ -490,13 +490,13 @@ class Engine:
         if not backward.is_under_way:
             self._begin_backward(ticket.entry)
         ticket.generation = backward.generation
-        ticket.leave(unit)
+        ticket.mark_reached(unit)
         unit.calls.num_repeated += ticket.is_repeated
-        self._reach(unit)
+        self._enter_with_peers(unit)
 
-    def _reach(self, unit: Unit) -> None:
+    def _enter_with_peers(self, unit: Unit) -> None:
         """Enter ``unit``, which backward has reached, after the units that peers enter before it."""
-        unit.calls.has_come = True
+        unit.calls.was_reached = True
         if not self._communicates(unit):
             self._ensure(unit)
             return
@@ -511,7 +511,7 @@ class Engine:
 
     def on_use_outside(self, group: Group, index: int, grad: Tensor) -> None:
         """Add a gradient of a shard that is the full parameter: the parameter was used outside of its unit."""
-        self._come_to(group.unit)
+        self._enter_without_ticket(group.unit)
         _refuse_graph(group.unit, [grad])
         group.gradient.add(index, grad, self.gradients)
 
@@ -522,11 +522,14 @@ class Engine:
             return
         if unit.version > self.forward.version:
             self._refuse_changed(unit, {id(group.shards[index])}, self.forward.version)
-        grad, parameter.grad = parameter.grad, None  # _come_to drops .grad if an earlier backward has raised
-        self._come_to(unit)
+        grad, parameter.grad = (
+            parameter.grad,
+            None,
+        )  # recover() drops .grad
+        self._enter_without_ticket(unit)
         parameter.grad = grad
 
-    def _come_to(self, unit: Unit) -> None:
+    def _enter_without_ticket(self, unit: Unit) -> None:
         """Enter ``unit`` in a backward without a ticket; it gets a place in the order, so that all peers take part."""
         backward = self.backward
         if backward.is_under_way and backward.end is not None and backward.end() is None:
@@ -534,7 +537,7 @@ class Engine:
         if not backward.is_under_way:
             self._begin_backward(self.orders.entry)
         if unit not in backward.entered:
-            self._reach(unit)
+            self._enter_with_peers(unit)
 
     def need_whole(self, what: str, unit: Unit) -> None:
         """Refuse ``what``, which differentiates by more than one backward, unless every parameter is stored in full.
@@ -557,11 +560,11 @@ class Engine:
                     hook = gradient_hook(self.on_gradient, group, index)
                     self.hooks.append(Tensor.register_post_accumulate_grad_hook(full, hook))
 
-    def _begin_backward(self, entry: Entry) -> None:
+    def _begin_backward(self, entry: EntryPoint) -> None:
         if threading.get_ident() != self.forward.thread and torch_private.has_rpc_agent():
-            self.extras.wake()
-        for tell in self.extras.backward_begins:
-            tell(self)
+            self.extras.resume_all()
+        for notify in self.extras.backward_begins:
+            notify(self)
         backward = self.backward
         backward.is_under_way = True
         backward.makes_graph = torch.is_grad_enabled()
@@ -569,14 +572,14 @@ class Engine:
         for group in self.groups:
             group.follow_trained()
             backward.had_sums |= group.gradient.is_local
-        backward.has_waited |= backward.had_sums
+        backward.has_accumulated |= backward.had_sums
         backward.generation += 1
-        self.orders.enter_backward(entry, anew=self._is_unlike_others(entry))
+        self.orders.enter_backward(entry, anew=self._needs_negotiation(entry))
         end = EndOfBackward(self.end_backward)
         torch_private.at_end_of_backward(end)
         backward.end = weakref.ref(end)
 
-    def _is_unlike_others(self, entry: Entry) -> bool:
+    def _needs_negotiation(self, entry: EntryPoint) -> bool:
         """Whether this backward may leave its order on some rank, so that the ranks negotiate it. All ranks agree.
 
         Collective:
@@ -584,19 +587,19 @@ class Engine:
             while there are trained units that no backward has entered. Under ``hsdp``, where forwards of different
             shard groups exchange nothing, also while there are frozen units that no backward has entered.
         """
-        order, gathers = self.orders.backward[entry], self.orders.forward[entry]
-        has_forward = self.placements.shards_optimizer and self.comms.gather.size > 1
-        is_told = self.comms.control is self.comms.gather
-        was_open, gathers.was_open = gathers.was_open, False
-        if was_open and is_told:
+        order, gather_order = self.orders.backward[entry], self.orders.forward[entry]
+        has_shard_peers = self.placements.shards_optimizer and self.comms.gather.size > 1
+        is_same_comm = self.comms.control is self.comms.gather
+        was_open, gather_order.was_open = gather_order.was_open, False
+        if was_open and is_same_comm:
             return True
         missing = [unit for unit in map(self.units.__getitem__, order.missing) if self._communicates(unit)]
         lacks_trained = any(group.wants_gradients for unit in missing for group in unit.groups)
-        is_asked = not order.is_settled or lacks_trained or (bool(missing) and not is_told)
+        is_exchanged = not order.is_settled or lacks_trained or (bool(missing) and not is_same_comm)
         path = (index for index in reversed(self.forward.path) if self._communicates(self.units[index]))
-        stays = order.is_settled or (has_forward and order.holds(path))
-        is_wanted = was_open or not stays or any(unit.calls.num_outstanding for unit in missing)
-        return order.is_asked_for(is_wanted=is_wanted, is_asked=is_asked)
+        stays = order.is_settled or (has_shard_peers and order.contains_path(path))
+        is_wanted_here = was_open or not stays or any(unit.calls.num_outstanding for unit in missing)
+        return order.is_negotiation_wanted(is_wanted_here=is_wanted_here, is_exchanged=is_exchanged)
 
     def _fail(self, order: AgreedOrder) -> None:
         """Notify peers that negotiate a pass that an exception has ended it on this rank; they raise too."""
@@ -628,7 +631,7 @@ class Engine:
         if order.is_recorded and order.remaining(unit.index) > 0:
             return True
         # This rank's loss may not depend on a call on which the losses of its peers depend.
-        return unit.calls.is_outstanding and (unit.calls.has_come or not order.is_recorded)
+        return unit.calls.is_outstanding and (unit.calls.was_reached or not order.is_recorded)
 
     def post_backward(self, unit: Unit) -> None:
         """Release a unit that backward has left, and issue the reduction of its gradients.
@@ -647,7 +650,7 @@ class Engine:
         reduces = self.window.syncs or self.window.mode != "unsharded"
         # Free buffers of finished reductions and the unit's parameters before the unit allocates its gradient buffer.
         if reduces:
-            self.wait_for_reductions(keep=self._num_travelling)
+            self.wait_for_reductions(keep=self._max_under_way)
         is_read = any(group.gradient.lies_in_parameters for group in unit.groups)
         if not is_read:
             self.reshard(unit)
@@ -659,7 +662,7 @@ class Engine:
         if reduces:
             self.reduce(unit)
         else:
-            self.window.step.leave(self, unit)
+            self.window.step.after_collect(self, unit)
 
     def reduce(self, unit: Unit) -> None:
         """Issue the reduction of a unit whose gradients have been collected.
@@ -671,10 +674,10 @@ class Engine:
         if not trained:
             return
         unit.move_to(State.REDUCING)
-        for tell in self.extras.before_reduce:
-            tell(self, unit)
+        for notify in self.extras.before_reduce:
+            notify(self, unit)
         if not self.window.step.ends_with_backward:  # otherwise post_backward has waited
-            self.wait_for_reductions(keep=self._num_travelling)
+            self.wait_for_reductions(keep=self._max_under_way)
         is_last = self.window.syncs or self.window.mode != "defer_replicate"
         for group in trained:
             with label("reduce", unit.name):
@@ -682,7 +685,7 @@ class Engine:
             self.reducing.append((unit, group, handle))
 
     @property
-    def _num_travelling(self) -> int:
+    def _max_under_way(self) -> int:
         """Number of units whose reductions may stay under way while another unit's is issued."""
         if self.comms.replicate is not None:
             return 0  # the all-reduce on dp_replicate must be issued now
@@ -716,8 +719,8 @@ class Engine:
         unit, group, handle = self.reducing.popleft()
         handle.wait()
         group.gradient.finish(self.gradients)
-        for tell in self.extras.reduced:
-            tell(self, unit, group)
+        for notify in self.extras.reduced:
+            notify(self, unit, group)
         if unit.state is State.REDUCING and not (self.reducing and self.reducing[0][0] is unit):
             unit.move_to(State.SHARDED)
         return True
@@ -735,7 +738,7 @@ class Engine:
         for unit in self.units:
             if unit.state is State.UNSHARDING or unit.state is State.UNSHARDED:
                 self.reshard(unit)
-            if not self.window.step.holds:
+            if not self.window.step.keeps_units:
                 unit.use_sharded()
             unit.calls.num_left = unit.calls.num_outstanding
             unit.calls.end_backward()
@@ -754,8 +757,8 @@ class Engine:
         """Reduce gradients that no ticket announced, and wait for all reductions; backward has left every unit."""
         self._finish_strays()
         self.drain()
-        for tell in self.extras.backward_ended:
-            tell(self)
+        for notify in self.extras.backward_ended:
+            notify(self)
 
     def _finish_strays(self) -> None:
         """Reduce waiting sums, and gradients without a ticket: of values that left a unit other than by its outputs."""
@@ -769,7 +772,7 @@ class Engine:
                 if full.grad is not None
             ]
             was_kept = unit.state is State.UNSHARDED and not unit.reshards_after_forward
-            is_there = was_kept or unit.healed_in == generation or all(group.is_permanent for group in unit.groups)
+            is_there = was_kept or unit.regathered_in == generation or all(group.is_permanent for group in unit.groups)
             if strays and (not is_there or unit.updated_in == generation):
                 for group in trained:
                     for full in group.unsharded:
@@ -790,11 +793,11 @@ class Engine:
         self.wait_for_host()
         read_unused_flags(group.gradient for group in self.groups)
 
-    def heal(self, unit: Unit) -> None:
+    def regather(self, unit: Unit) -> None:
         """Gather a unit again because autograd reads a saved tensor whose memory was freed with the unit."""
         self._ensure(unit)
         unit.is_unused = False
-        unit.healed_in = self.backward.generation
+        unit.regathered_in = self.backward.generation
 
     # -- after an exception
 
@@ -837,13 +840,13 @@ class Engine:
 
     def leave_frames(self) -> None:
         """Clean up after a forward that ended without its hooks."""
-        for tell in self.extras.forward_ended:
-            tell(self)
+        for notify in self.extras.forward_ended:
+            notify(self)
         self._fail(self.orders.forward_order)
         self._abandon()
 
     def _abandon(self) -> None:
-        self.forward.left.clear()
+        self.forward.exited.clear()
         self.forward.num_frames = 0
         for unit in self.units:
             self.reshard(unit)
@@ -936,7 +939,7 @@ class Engine:
             self.reshard(unit)
 
 
-def indices_below(units: Sequence[Unit], entry: Entry) -> Sequence[int]:
+def indices_below(units: Sequence[Unit], entry: EntryPoint) -> Sequence[int]:
     """Numbers of the units that a forward through ``entry`` may run; none for a stage, whose units all run."""
     if entry[0] < 0:
         return ()

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from shardwise import torch_private
 from shardwise.nested import parts_of, replace_tensors
 from shardwise.spec.errors import Uncopyable
-from shardwise.spec.order import Entry
+from shardwise.spec.order import EntryPoint
 
 if TYPE_CHECKING:
     from shardwise.engine.group import Group
@@ -31,7 +31,7 @@ class Ticket:
     long outputs live may differ between ranks, but the order of reductions must not.
 
     Args:
-        reached: A method of the engine, called when backward has reached the call.
+        on_reached: A method of the engine, called when backward has reached the call.
         unit: The unit.
         path: Path of the module that was called.
         entry: The entry into the model of the forward.
@@ -39,19 +39,19 @@ class Ticket:
         is_counted: Whether the call counts as outstanding.
     """
 
-    __slots__ = ("_is_counted", "_reached", "_unit", "entry", "generation", "is_repeated", "path", "version")
+    __slots__ = ("_is_counted", "_on_reached", "_unit", "entry", "generation", "is_repeated", "path", "version")
 
     def __init__(
         self,
-        reached: Callable[[Ticket, Unit], None],
+        on_reached: Callable[[Ticket, Unit], None],
         unit: Unit,
         path: str,
         *,
-        entry: Entry,
+        entry: EntryPoint,
         version: int,
         is_counted: bool,
     ) -> None:
-        self._reached = weakref.WeakMethod(reached)
+        self._on_reached = weakref.WeakMethod(on_reached)
         self._unit = weakref.ref(unit)
         self._is_counted = is_counted
         self.is_repeated = not is_counted  # made by a reentrant recomputation
@@ -64,11 +64,11 @@ class Ticket:
 
     def __call__(self, _grad: Tensor) -> None:
         """Notify the engine that backward has reached the call."""
-        reached, unit = self._reached(), self._unit()
-        if reached is not None and unit is not None:
-            reached(self, unit)
+        on_reached, unit = self._on_reached(), self._unit()
+        if on_reached is not None and unit is not None:
+            on_reached(self, unit)
 
-    def leave(self, unit: Unit) -> None:
+    def mark_reached(self, unit: Unit) -> None:
         """Count this call of ``unit`` as outstanding no longer."""
         if self._is_counted and unit.calls.num_outstanding:  # an update of other parameters of the unit sets it to 0
             unit.calls.num_outstanding -= 1
@@ -99,12 +99,12 @@ def attach_tickets(make: Callable[[], Ticket], output: object, since: int) -> No
 class BeforeForward(Uncopyable):
     """Forward pre-hook of a unit's module."""
 
-    def __init__(self, tell: Callable[..., None], unit: Unit, member: Member) -> None:
-        self.tell, self.unit, self.member = tell, unit, member
+    def __init__(self, notify: Callable[..., None], unit: Unit, member: Member) -> None:
+        self.notify, self.unit, self.member = notify, unit, member
 
     def __call__(self, _module: nn.Module, _args: object) -> None:
         """Notify the engine that the module is about to run."""
-        self.tell(self.unit, self.member)
+        self.notify(self.unit, self.member)
 
 
 class AfterForward(BeforeForward):
@@ -121,7 +121,7 @@ class AfterForward(BeforeForward):
             or output.layout is not torch.strided
         ):
             output = without_parameters(self.unit, output)
-        self.tell(self.unit, self.member, output)
+        self.notify(self.unit, self.member, output)
         return output
 
 
@@ -157,15 +157,15 @@ def gradient_hook(method: Callable[[Group, int], None], group: Group, index: int
 class EndOfBackward:
     """The callback at the end of a backward."""
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = weakref.WeakMethod(tell)
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = weakref.WeakMethod(notify)
 
     def __call__(self) -> None:
         """Notify the engine that backward has ended."""
-        tell = self._tell()
-        if tell is not None:
+        notify = self._notify()
+        if notify is not None:
             with torch.no_grad():  # torch restores the caller's grad mode before it runs callbacks
-                tell()
+                notify()
 
 
 def trained_in(value: object, levels: int = 3) -> Iterator[Tensor]:

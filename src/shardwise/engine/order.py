@@ -13,7 +13,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import agree_highest, agree_row, refuse_different
 from shardwise.engine.unit import State, Unit
 from shardwise.spec.errors import CommError, RankDisagreement
-from shardwise.spec.order import FAILED, THROUGH, Entry, Word
+from shardwise.spec.order import FAILED, FINISHED, EntryPoint, OrderMessage
 
 #: Number of entered units for which a message can say whether backward will enter them again: the bits of an integer.
 _MAX_ENTERED = 62
@@ -27,8 +27,8 @@ class Forward:
         is_shared: Whether all ranks make it, in one agreed order of units: it trains, or is part of an evaluation.
         num_frames: Number of calls of units under way.
         thread: Identity of the thread in which it runs.
-        handled: The exception that its caller is handling.
-        left: Units that forward has left without entering another one since.
+        handled_exception: The exception that its caller is handling.
+        exited: Units that forward has left without entering another one since.
         path: Numbers of the units whose calls a backward may reach, in the order of the calls since the last backward.
         version: ``Engine.version`` of the calls that ``CallCounts.num_outstanding`` counts.
     """
@@ -37,8 +37,8 @@ class Forward:
         self.trains = self.is_shared = False
         self.num_frames = 0
         self.thread = 0
-        self.handled: BaseException | None = None
-        self.left: list[Unit] = []
+        self.handled_exception: BaseException | None = None
+        self.exited: list[Unit] = []
         self.path: deque[int] = deque(maxlen=1 << 14)
         self.version = 0
 
@@ -54,7 +54,7 @@ class Backward:
         makes_graph: Whether it was called with ``create_graph=True``.
         awaited: While the ranks negotiate the order: entered units that some rank will enter again.
         had_sums: Whether sums of earlier microbatches were waiting when it began.
-        has_waited: Whether such sums were waiting when any backward so far began.
+        has_accumulated: Whether such sums were waiting when any backward so far began.
         end: Weak reference to the callback that torch calls at its end; torch drops the callback if backward raises.
     """
 
@@ -66,7 +66,7 @@ class Backward:
         self.active: Unit | None = None
         self.awaited: set[Unit] = set()
         self.had_sums = False
-        self.has_waited = False
+        self.has_accumulated = False
         self.end: weakref.ref[Callable[[], None]] | None = None
 
 
@@ -76,7 +76,7 @@ class RankPeers:
     def __init__(
         self,
         comm: Comm,
-        entry: Entry,
+        entry: EntryPoint,
         units: Sequence[Unit],
         backward: Backward | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class RankPeers:
         self._backward = backward
 
     @property
-    def are_there(self) -> bool:
+    def can_answer(self) -> bool:
         """Whether there are other ranks that can answer."""
         return self._comm.size > 1 and self._comm.answers
 
@@ -99,7 +99,7 @@ class RankPeers:
         """A checksum of the pass and of the units that backward has entered in it."""
         return zlib.crc32(repr((self._entry, self._backward is None, *(unit.index for unit in entered))).encode())
 
-    def highest(self, *numbers: int, wants: int = THROUGH) -> Sequence[int]:
+    def highest(self, *numbers: int, wants: int = FINISHED) -> Sequence[int]:
         """Return the highest of each number over the ranks. ``wants``: the unit for which this rank asks.
 
         Collective:
@@ -123,7 +123,7 @@ class RankPeers:
                 f"{error}\n  This rank came to unit {name!r}, which the agreed order does not hold here."
             ) from error
 
-    def exchange(self, word: Word) -> Sequence[Word]:
+    def exchange(self, message: OrderMessage) -> Sequence[OrderMessage]:
         """Return every rank's message, in rank order; in a backward, also set ``Backward.awaited``.
 
         Collective:
@@ -133,11 +133,11 @@ class RankPeers:
         entered = self._backward.entered if self._backward is not None else []
         outstanding = sum(unit.calls.is_outstanding << place for place, unit in enumerate(entered[:_MAX_ENTERED]))
         host = self._comm.host
-        row = [*map(int, word), self._place(entered), outstanding]
-        with host.unrecorded(), self._naming(word.wants):
+        row = [*map(int, message), self._place(entered), outstanding]
+        with host.unrecorded(), self._naming(message.wants):
             rows = agree_row(host, row, unit="order")
         failed = [rank for rank, row in enumerate(rows) if row[0] == FAILED]
-        if word.wants == FAILED:
+        if message.wants == FAILED:
             return ()
         if failed:
             raise CommError(
@@ -153,6 +153,6 @@ class RankPeers:
             show=lambda: ", ".join([name, *(unit.name for unit in entered)]),
         )
         if self._backward is not None:
-            told = [place >= _MAX_ENTERED or any(row[-1] >> place & 1 for row in rows) for place in range(len(entered))]
-            self._backward.awaited = set(itertools.compress(entered, told))
-        return [Word(row[0], row[1], bool(row[2])) for row in rows]
+            awaited = [p >= _MAX_ENTERED or any(row[-1] >> p & 1 for row in rows) for p in range(len(entered))]
+            self._backward.awaited = set(itertools.compress(entered, awaited))
+        return [OrderMessage(row[0], row[1], bool(row[2])) for row in rows]

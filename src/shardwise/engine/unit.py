@@ -179,7 +179,7 @@ class CallCounts:
         labels: Profiler ranges of the calls under way.
         replays: Autograd's sequence number at the start of each recomputation under way, inside a backward.
         has_run: Whether the unit has run in a forward with grad since the last backward.
-        has_come: Whether the present backward has reached a call of the unit on this rank.
+        was_reached: Whether the present backward has reached a call of the unit on this rank.
         num_outstanding: Forward calls since the last update whose backward has not run. Includes calls whose output is
             never used in a loss.
         num_left: ``num_outstanding`` at the end of the last backward. The next backward is assumed to leave as many.
@@ -191,7 +191,7 @@ class CallCounts:
         self.frames: list[int] = []
         self.labels: list[Any] = []
         self.replays: list[int] = []
-        self.has_run = self.has_come = False
+        self.has_run = self.was_reached = False
         self.num_outstanding = self.num_left = self.num_silent = self.num_repeated = 0
 
     @property
@@ -202,7 +202,7 @@ class CallCounts:
     def end_backward(self) -> None:
         """Reset the counts of the backward that has ended."""
         self.num_silent = self.num_repeated = 0
-        self.has_run = self.has_come = False
+        self.has_run = self.was_reached = False
 
 
 class Unit:
@@ -225,7 +225,7 @@ class Unit:
         is_unused: Whether no call has run since the unit was gathered, or since its gather was issued.
         version: ``Engine.version`` when its parameters changed last.
         updated_in: Number of the backward in which its parameters were updated.
-        healed_in: Number of the backward in which it was gathered again for a saved tensor (``Engine.heal``).
+        regathered_in: Number of the backward in which it was gathered again for a saved tensor (``Engine.regather``).
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class Unit:
         self.whole: Any = None
         self.is_unused = False
         self.version = 0
-        self.updated_in = self.healed_in = -1
+        self.updated_in = self.regathered_in = -1
 
     @property
     def depth(self) -> int:

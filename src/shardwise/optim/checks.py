@@ -29,7 +29,7 @@ from shardwise.engine.storage.waiting import refuse_sums
 from shardwise.engine.unit import replaced_after
 from shardwise.spec.errors import StateError
 from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, keeps
-from shardwise.spec.order import Entry
+from shardwise.spec.order import EntryPoint
 from shardwise.spec.slice import Slice, slice_of
 
 if TYPE_CHECKING:
@@ -267,12 +267,12 @@ class Added(Observer):
     def __init__(self, engine: Engine) -> None:
         _watched.add(engine)
 
-    def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
+    def forward_begins(self, engine: Engine, entry: EntryPoint) -> None:  # noqa: ARG002
         """Check the model's parameters, in the first forward with grad through each entry."""
         is_new = engine.forward.trains and not engine.orders.forward_order.is_recorded
         if is_new and not torch_private.is_in_functional_call():  # there the parameters are the caller's
             _refuse_added(engine)
-        engine.extras.rest(self)
+        engine.extras.pause(self)
 
 
 def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda _: True) -> None:

@@ -5,7 +5,7 @@ So every rank follows one agreed order. A rank whose path skips a unit still vis
 
 The order is made in a *negotiated* pass: before each unit, every rank sends a message with the unit that it wants next
 (``Peers``). All ranks issue one of these units, and repeat until every rank has finished. The order is the union of
-their paths. The first pass through each entry of the model (:class:`Paths`) is negotiated.
+their paths. The first pass through each entry of the model (:class:`ModelOrders`) is negotiated.
 
 Later passes need no messages once the order has every unit and some rank has run all of it in one pass. Before that,
 one message at the end of each forward says whether a rank needs a unit that the rest of the order did not have. Such a
@@ -26,28 +26,28 @@ from difflib import SequenceMatcher
 from typing import NamedTuple, Protocol
 
 #: In a message, instead of a unit's number: the rank has reached the end of its path; an exception has ended its pass.
-THROUGH, FAILED = -1, -2
+FINISHED, FAILED = -1, -2
 
 
-class Word(NamedTuple):
+class OrderMessage(NamedTuple):
     """A rank's message while ranks negotiate.
 
     Attributes:
-        wants: Number of the unit that the rank wants next, ``THROUGH`` or ``FAILED``.
+        wants: Number of the unit that the rank wants next, ``FINISHED`` or ``FAILED``.
         place: Place in the order at which the rank's path left the order; the end, if it has not left the order.
-        is_whole: The rank has run all units before that place in this pass.
+        is_complete: The rank has run all units before that place in this pass.
     """
 
     wants: int
     place: int = 0
-    is_whole: bool = False
+    is_complete: bool = False
 
 
 class Peers(Protocol):
     """The ranks that follow an order together with this one."""
 
     @property
-    def are_there(self) -> bool:
+    def can_answer(self) -> bool:
         """Whether there are other ranks, and they can answer."""
         ...
 
@@ -56,11 +56,11 @@ class Peers(Protocol):
         """Units that this rank is gathering ahead of their turn."""
         ...
 
-    def highest(self, *numbers: int, wants: int = THROUGH) -> Sequence[int]:
+    def highest(self, *numbers: int, wants: int = FINISHED) -> Sequence[int]:
         """The maximum of each number over the ranks; ``wants`` is the unit for which this rank asks."""
         ...
 
-    def exchange(self, word: Word) -> Sequence[Word]:
+    def exchange(self, message: OrderMessage) -> Sequence[OrderMessage]:
         """Exchange messages and return every rank's message, in rank order. Raises if a rank has failed."""
         ...
 
@@ -82,7 +82,7 @@ class AgreedOrder:
             each forward.
         is_backward: The order of a backward: units whose mutual order is unknown are sorted from the highest number
             down, and ranks exchange nothing at the end of a pass.
-        changed: Called when the path differs from the order.
+        on_change: Called when the path differs from the order.
 
     Attributes:
         is_open: This pass is negotiated, and peers wait for this rank's next message.
@@ -97,7 +97,7 @@ class AgreedOrder:
         self,
         peers: Peers | None = None,
         expected: Collection[int] = (),
-        changed: Callable[[], object] = lambda: None,
+        on_change: Callable[[], object] = lambda: None,
         *,
         is_backward: bool = False,
     ) -> None:
@@ -107,18 +107,19 @@ class AgreedOrder:
         self._order: list[int] = []
         self._used_in: list[int] = []  # by place: the last pass in which this rank ran the unit there
         self._pass = 0
-        self._kept_since = 0  # the pass in which the ranks last agreed on the places to keep
-        self._most = 0  # the ranks agree again when the order is longer than this
+        self._agreed_in = 0  # the pass in which the ranks last agreed on the places to keep
+        self._max_length = 0  # the ranks agree again when the order is longer than this
         self._cursor = 0
         self.is_recorded = False
-        self._newcomers: set[int] = set()
+        self._new_units: set[int] = set()
         self.num_changes = 0
-        self._changed = changed
+        self._on_change = on_change
         self.is_open = self.was_open = False
         self.is_settled = True
         self._before: list[tuple[int, int]] = []  # order and last use, from before the negotiation
-        self._left_at = Word(THROUGH)  # where and how this rank's path left the order
-        self._tails: list[tuple[Word, list[int]]] = []  # by rank: where its path left the order, and its units since
+        self._left_at = OrderMessage(FINISHED)  # where and how this rank's path left the order
+        # By rank: where its path left the order, and its units since.
+        self._tails: list[tuple[OrderMessage, list[int]]] = []
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -130,22 +131,22 @@ class AgreedOrder:
         self._restore()
         self._cursor = 0
         self._pass += 1
-        self._newcomers.clear()
+        self._new_units.clear()
         if not self.is_recorded:
             self._order, self._used_in = [], []
-        if (anew or not self.is_recorded) and self._may_ask:
+        if (anew or not self.is_recorded) and self._has_peers:
             if self.is_recorded:
                 self._change()
             self._open(self._here)
 
     @property
-    def _may_ask(self) -> bool:
-        return self._peers is not None and self._peers.are_there
+    def _has_peers(self) -> bool:
+        return self._peers is not None and self._peers.can_answer
 
     @property
-    def _ends_with_word(self) -> bool:
+    def _ends_with_message(self) -> bool:
         """Whether ranks exchange a message at the end of this pass. The same on every rank."""
-        return not self.is_backward and bool(not self.is_settled or self.missing) and self._may_ask
+        return not self.is_backward and bool(not self.is_settled or self.missing) and self._has_peers
 
     @property
     def missing(self) -> frozenset[int]:
@@ -177,20 +178,20 @@ class AgreedOrder:
             return self._negotiate(unit)
         if self.is_recorded:
             self._change()
-        if self._may_ask:
-            return self._ask(unit)
+        if self._has_peers:
+            return self._leave_with_peers(unit)
         self._add(unit)
         return ()
 
     def _add(self, unit: int) -> None:
         self._order.insert(self._cursor, unit)
         self._used_in.insert(self._cursor, self._pass)
-        self._newcomers.add(unit)
+        self._new_units.add(unit)
         self._cursor += 1
 
     def _change(self) -> None:
         self.num_changes += 1
-        self._changed()
+        self._on_change()
 
     def _until(self, place: int, *, num_own: int = 0) -> Iterator[int]:
         """Yield the units up to ``place`` for the caller to visit, then move past ``num_own`` units that it runs."""
@@ -201,7 +202,7 @@ class AgreedOrder:
 
     # -- negotiating
 
-    def _ask(self, unit: int) -> Iterator[int]:
+    def _leave_with_peers(self, unit: int) -> Iterator[int]:
         """Move to a place up to which all ranks issue the same units, and negotiate from there, ``unit`` first.
 
         If ranks exchange a message at the end of this pass, that place is the end of the order. Otherwise the peers
@@ -209,9 +210,9 @@ class AgreedOrder:
         """
         assert self._peers is not None
         left_at = self._here
-        if self._ends_with_word:
+        if self._ends_with_message:
             yield from self._until(len(self._order))
-            self._is_wanted(by_this_rank=True, unit=unit)
+            self._exchange_wishes(by_this_rank=True, unit=unit)
         else:
             num_ahead = len(units_ahead(self._order[self._cursor :], self._peers.under_way))
             yield from self._until(*self._peers.highest(self._cursor + num_ahead, wants=unit))
@@ -219,11 +220,11 @@ class AgreedOrder:
         yield from self._negotiate(unit)
 
     @property
-    def _here(self) -> Word:
+    def _here(self) -> OrderMessage:
         """A message that this rank's path leaves the order at the cursor."""
-        return Word(THROUGH, self._cursor, is_whole=self._has_run_all)
+        return OrderMessage(FINISHED, self._cursor, is_complete=self._has_run_all)
 
-    def _open(self, left_at: Word) -> None:
+    def _open(self, left_at: OrderMessage) -> None:
         """Negotiate the rest of the pass, from the cursor."""
         self.is_open = True
         self._before = list(zip(self._order, self._used_in, strict=True))
@@ -243,18 +244,18 @@ class AgreedOrder:
         turn = None
         while turn != wants:
             try:
-                words = self._peers.exchange(self._left_at._replace(wants=wants))
+                messages = self._peers.exchange(self._left_at._replace(wants=wants))
             except BaseException:
                 self._restore()  # no peer waits for this rank any more
                 raise
-            self._tails = self._tails or [(word, []) for word in words]
-            wanted = {word.wants for word in words} - {THROUGH}
+            self._tails = self._tails or [(message, []) for message in messages]
+            wanted = {message.wants for message in messages} - {FINISHED}
             if not wanted:
                 return
             self.was_open = True
             turn = max(wanted) if self.is_backward else min(wanted)
-            for (_, tail), word in zip(self._tails, words, strict=True):
-                if word.wants == turn:
+            for (_, tail), message in zip(self._tails, messages, strict=True):
+                if message.wants == turn:
                     tail.append(turn)
             self._add(turn)
             if turn != wants:
@@ -266,29 +267,29 @@ class AgreedOrder:
 
         False if units were negotiated in this pass: the end of the negotiation finds out whether some rank has.
         """
-        return not self._newcomers and all(used == self._pass for used in self._used_in[: self._cursor])
+        return not self._new_units and all(used == self._pass for used in self._used_in[: self._cursor])
 
     def fail(self) -> None:
         """Notify peers that wait for this rank's next message that an exception has ended its pass."""
         if self.is_open and self._peers is not None:
             self._restore()
-            self._peers.exchange(Word(FAILED))
+            self._peers.exchange(OrderMessage(FAILED))
 
-    def _is_wanted(self, *, by_this_rank: bool, unit: int = THROUGH) -> bool:
+    def _exchange_wishes(self, *, by_this_rank: bool, unit: int = FINISHED) -> bool:
         """Exchange whether some rank wants to negotiate, and whether some rank has run all units of the order."""
         assert self._peers is not None
-        wanted, whole = self._peers.highest(by_this_rank, self._has_run_all, wants=unit)
-        self.is_settled |= bool(whole)
+        wanted, complete = self._peers.highest(by_this_rank, self._has_run_all, wants=unit)
+        self.is_settled |= bool(complete)
         return bool(wanted)
 
-    def is_asked_for(self, *, is_wanted: bool, is_asked: bool) -> bool:
-        """Ask peers before a pass whether some rank wants to negotiate it; ``is_asked`` is the same on all ranks."""
-        if not (self.is_recorded and self._may_ask and is_asked):
+    def is_negotiation_wanted(self, *, is_wanted_here: bool, is_exchanged: bool) -> bool:
+        """Ask peers before a pass whether a rank wants to negotiate it; ``is_exchanged`` is the same on all ranks."""
+        if not (self.is_recorded and self._has_peers and is_exchanged):
             return False
         self._cursor = len(self._order)
-        return self._is_wanted(by_this_rank=is_wanted)
+        return self._exchange_wishes(by_this_rank=is_wanted_here)
 
-    def holds(self, path: Iterable[int]) -> bool:
+    def contains_path(self, path: Iterable[int]) -> bool:
         """Whether the order contains ``path`` as a subsequence: a rank that runs a part of it stays in the order."""
         rest = iter(self._order)
         return all(unit in rest for unit, _ in itertools.groupby(path))
@@ -301,7 +302,7 @@ class AgreedOrder:
         self._order, self._used_in = [unit for unit, _ in united], [used for _, used in united]
         self._cursor = len(self._order)
         self.is_settled = (self.is_settled and self._order == before) or any(
-            left_at.is_whole and before[: left_at.place] + tail == self._order for left_at, tail in self._tails
+            left_at.is_complete and before[: left_at.place] + tail == self._order for left_at, tail in self._tails
         )
 
     def _merged(self, known: Sequence[tuple[int, int]], path: Sequence[int]) -> list[tuple[int, int]]:
@@ -319,17 +320,17 @@ class AgreedOrder:
 
     def is_new(self, unit: int) -> bool:
         """Whether ``unit`` was added to the order in this pass."""
-        return unit in self._newcomers
+        return unit in self._new_units
 
     def finish(self) -> Iterator[int]:
         """End the pass, and yield the units that were not reached, in order, for the caller to visit."""
         if self._cursor < len(self._order):
             self._change()
         yield from self._until(len(self._order))
-        if not self.is_open and self._ends_with_word and self._is_wanted(by_this_rank=False):
+        if not self.is_open and self._ends_with_message and self._exchange_wishes(by_this_rank=False):
             self._open(self._here)
         if self.is_open:
-            yield from self._negotiate(THROUGH)
+            yield from self._negotiate(FINISHED)
         self.end()
 
     def end(self) -> None:
@@ -339,12 +340,12 @@ class AgreedOrder:
             self._unite()
         if not self.is_recorded:
             self.is_recorded = True
-            self._most = 2 * len(self._order) + _SLACK
+            self._max_length = 2 * len(self._order) + _SLACK
 
     @property
     def is_overgrown(self) -> bool:
         """Whether the ranks should agree, at the end of a pass, on the places to keep. The same on every rank."""
-        return len(self._order) > self._most
+        return len(self._order) > self._max_length
 
     def marks(self) -> list[int]:
         """1 for each place that this rank used in this pass, else 0; then the same for use since the last ``keep``.
@@ -352,7 +353,7 @@ class AgreedOrder:
         After a negotiation the places that any rank used are 1.
         """
         return [int(used == self._pass) for used in self._used_in] + [
-            int(used > self._kept_since) for used in self._used_in
+            int(used > self._agreed_in) for used in self._used_in
         ]
 
     def keep(self, marks: Sequence[int]) -> None:
@@ -362,12 +363,12 @@ class AgreedOrder:
         """
         count = len(self._order)
         now, lately = ([place for place in range(count) if chosen[place]] for chosen in (marks[:count], marks[count:]))
-        kept = lately if 4 * len(lately) <= 3 * self._most else now
+        kept = lately if 4 * len(lately) <= 3 * self._max_length else now
         path = [(self._order[place], self._used_in[place]) for place in kept]
         path = [entry for place, entry in enumerate(path) if not place or path[place - 1][0] != entry[0]]
         self._order, self._used_in = [unit for unit, _ in path], [used for _, used in path]
-        self._kept_since = self._pass
-        self._most = max(self._most, 2 * len(now) + _SLACK)
+        self._agreed_in = self._pass
+        self._max_length = max(self._max_length, 2 * len(now) + _SLACK)
         self._cursor = len(self._order)
         self._change()
 
@@ -403,38 +404,38 @@ def units_ahead(later: Sequence[int], ahead: Ahead) -> Sequence[int]:
 
 #: The module that was called to start a forward: the number of its unit, and its path in the unit ("": the unit's own
 #: module).
-Entry = tuple[int, str]
-ROOT_ENTRY: Entry = (0, "")
+EntryPoint = tuple[int, str]
+ROOT_ENTRY: EntryPoint = (0, "")
 #: The entry of passes through pipeline stage 2 is ``(_STAGES, "2")``, because it has no unit.
 _STAGES = -1
 
 
-def stage_entry(stage: int) -> Entry:
+def stage_entry(stage: int) -> EntryPoint:
     """The entry of passes through a pipeline stage. All of them take the same path and skip no layer."""
     return _STAGES, str(stage)
 
 
-class Orders(dict[Entry, AgreedOrder]):
+class Orders(dict[EntryPoint, AgreedOrder]):
     """One order for each entry of a forward, or of the forward to which a backward belongs; ``make`` makes new ones."""
 
-    def __init__(self, make: Callable[[Entry], AgreedOrder]) -> None:
+    def __init__(self, make: Callable[[EntryPoint], AgreedOrder]) -> None:
         super().__init__()
         self._make = make
 
-    def __missing__(self, entry: Entry) -> AgreedOrder:
+    def __missing__(self, entry: EntryPoint) -> AgreedOrder:
         """A new order."""
         self[entry] = order = self._make(entry)
         return order
 
 
-class Paths:
+class ModelOrders:
     """All agreed orders of a model, and the current ones.
 
     Args:
         peers: For an entry, the ranks that gather with this one in forward, and the ranks that reduce with it in
             backward; ``None``: no other ranks.
         expected: The units that a forward through an entry may reach.
-        changed: Called when the path of a backward differs from its order.
+        on_change: Called when the path of a backward differs from its order.
 
     Attributes:
         forward: Orders of gathers in training forwards.
@@ -448,14 +449,14 @@ class Paths:
 
     def __init__(
         self,
-        peers: Callable[[Entry], tuple[Peers | None, Peers | None]],
-        expected: Callable[[Entry], Collection[int]],
-        changed: Callable[[], object],
+        peers: Callable[[EntryPoint], tuple[Peers | None, Peers | None]],
+        expected: Callable[[EntryPoint], Collection[int]],
+        on_change: Callable[[], object],
     ) -> None:
         self.forward = Orders(lambda entry: AgreedOrder(peers(entry)[0], expected(entry)))
         self.evaluation = Orders(lambda entry: AgreedOrder(peers(entry)[0], expected(entry)))
         self.other = Orders(lambda _entry: AgreedOrder())
-        self.backward = Orders(lambda entry: AgreedOrder(peers(entry)[1], expected(entry), changed, is_backward=True))
+        self.backward = Orders(lambda entry: AgreedOrder(peers(entry)[1], expected(entry), on_change, is_backward=True))
         self.entry = ROOT_ENTRY
         self.forward_order = self.forward[ROOT_ENTRY]
         self.backward_order = self.backward[ROOT_ENTRY]
@@ -465,12 +466,12 @@ class Paths:
         """Every kind of orders."""
         return self.forward, self.evaluation, self.other, self.backward
 
-    def enter(self, entry: Entry, *, trains: bool, is_shared: bool) -> None:
+    def enter(self, entry: EntryPoint, *, trains: bool, is_shared: bool) -> None:
         """Begin an outermost forward; ``is_shared``: every rank runs it, perhaps on a different path."""
         self.entry = entry
         self.forward_order = (self.forward if trains else self.evaluation if is_shared else self.other)[entry]
 
-    def enter_backward(self, entry: Entry, *, anew: bool) -> None:
+    def enter_backward(self, entry: EntryPoint, *, anew: bool) -> None:
         """Begin the backward of a forward through ``entry``; with ``anew`` the ranks negotiate it."""
         self.backward_order = self.backward[entry]
         self.backward_order.start(anew=anew)

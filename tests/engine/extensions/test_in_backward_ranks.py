@@ -304,7 +304,7 @@ def come_back(strategy):
     def back(_grad):
         assert unit.updated_in == engine.backward.generation
         seen.append(unit.name)
-        engine.heal(unit)
+        engine.regather(unit)
 
     x = model.stem.register_forward_hook(lambda _module, _args, out: out.register_hook(back) and None)
     with pytest.raises(StateError) as caught:

@@ -17,7 +17,7 @@ def test_a_stream_of_tokens_leaves_gradient_sync_as_the_caller_sets_it_meanwhile
     for is_last in (False, True):
         window = Window("sharded")
         window.sync(is_last=not is_last)
-        with window.having(step=Step()):
+        with window.override(step=Step()):
             window.sync(is_last=is_last)
         assert window.syncs is is_last
 

@@ -37,7 +37,7 @@ from shardwise.engine.extensions.recompute import choose_modules, enclosing
 from shardwise.engine.extensions.safety import SavedTensors
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.spec.errors import PlanError, StateError
-from shardwise.spec.order import Entry
+from shardwise.spec.order import EntryPoint
 from shardwise.spec.policies import ActivationOffloadPolicy
 from shardwise.spec.replacement import Replacement
 
@@ -110,7 +110,7 @@ class ActivationOffload(Observer):
         self._open: _Call | None = None
         self._by_storage: weakref.WeakValueDictionary[tuple[int, int], _Parcel] = weakref.WeakValueDictionary()
 
-    def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
+    def forward_begins(self, engine: Engine, entry: EntryPoint) -> None:  # noqa: ARG002
         """Record the storages of parameters, which are not offloaded."""
         held = [*(group.gathered for group in engine.groups), *ignored_of(engine).parameters.values()]
         self._stays = frozenset(map(torch_private.storage_identity, held))

@@ -26,7 +26,7 @@ from shardwise.engine.attach import Observer
 from shardwise.engine.hooks import without_parameters
 from shardwise.engine.storage.attachment import engine_around, mark_of, place_of
 from shardwise.spec.errors import StateError, Uncopyable
-from shardwise.spec.order import Entry
+from shardwise.spec.order import EntryPoint
 from shardwise.spec.replacement import Replacement
 
 if TYPE_CHECKING:
@@ -326,12 +326,12 @@ def refuse_wrappers(root: nn.Module) -> None:
 class InsideDDP(Observer):
     """Refuses forwards inside a ``DistributedDataParallel`` that has parameters of the model."""
 
-    def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
+    def forward_begins(self, engine: Engine, entry: EntryPoint) -> None:  # noqa: ARG002
         """Check the parameters of the ``DistributedDataParallel`` whose forward is running."""
         if any(mark_of(parameter) is not None for parameter in torch_private.parameters_of_ddp_forward()):
             root = engine.units[0].members[0].module()
             _refuse_ddp(type(root).__name__)
-        engine.extras.rest(self)
+        engine.extras.pause(self)
 
 
 def _refuse_ddp(name: str) -> NoReturn:

@@ -18,7 +18,7 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.batch_norm import SyncBatchNorm
-from shardwise.spec.order import Entry
+from shardwise.spec.order import EntryPoint
 from shardwise.spec.traffic.data import BUFFERS, BufferMessage
 
 
@@ -52,14 +52,14 @@ class BufferSync(Observer):
         """Whether a module with buffers is in training mode, in which any forward may change them."""
         return any(module.training for holder in self._holders if (module := holder()) is not None)
 
-    def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
+    def forward_begins(self, engine: Engine, entry: EntryPoint) -> None:  # noqa: ARG002
         """Synchronize the buffers before an outermost forward, which every rank runs.
 
         Collective:
             As :meth:`sync`, if one is due, unless microbatches are being accumulated.
         """
         if not self._held:
-            engine.extras.rest(self)
+            engine.extras.pause(self)
         elif not engine.window.is_open:
             self.begin(engine)
 

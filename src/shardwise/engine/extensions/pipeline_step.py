@@ -41,7 +41,7 @@ class PipelineStep(Step):
     ends_with_backward = False
 
     def __init__(self, engine: Engine, last: int | None = None, *, synchronises: bool = False) -> None:
-        self.holds = all(not unit.reshards_after_forward for unit in engine.units)
+        self.keeps_units = all(not unit.reshards_after_forward for unit in engine.units)
         self.has_gradients = False  # whether a backward of this step has collected gradients
         self._engine = engine
         self._last = last if synchronises else None
@@ -58,15 +58,15 @@ class PipelineStep(Step):
         """
         self.entry = stage_entry(stage)
         is_last = microbatch == self._last
-        self.skips_hooks = self.holds and microbatch > 0 and not is_last
+        self.skips_hooks = self.keeps_units and microbatch > 0 and not is_last
         self._left.clear()
         self._due = self._of_stage(stage) if is_last else deque()
 
-    def keeps(self, unit: Unit) -> bool:
+    def is_kept(self, unit: Unit) -> bool:
         """Whether the unit stays gathered: until it has been reduced."""
         return unit not in self._reduced
 
-    def leave(self, engine: Engine, unit: Unit) -> None:
+    def after_collect(self, engine: Engine, unit: Unit) -> None:
         """Reduce the next due units, in their fixed order, as far as backward has left them.
 
         Collective:
@@ -104,7 +104,7 @@ class PipelineStep(Step):
             for group in unit.groups:
                 if group.wants_gradients:
                     group.gradient.collect(self._engine.gradients)
-                    if self.holds:
+                    if self.keeps_units:
                         group.gradient.show()
 
     def reduce(self, before: Callable[[], None]) -> None:
@@ -118,9 +118,8 @@ class PipelineStep(Step):
             engine.finish_reductions()
 
     def _of_stage(self, stage: int) -> deque[Unit]:
-        return deque(
-            unit for unit in reversed(self._engine.extras.take(StageUnits).get(stage, ())) if unit not in self._reduced
-        )
+        units = self._engine.extras.get_or_make(StageUnits).get(stage, ())
+        return deque(unit for unit in reversed(units) if unit not in self._reduced)
 
 
 @contextlib.contextmanager
@@ -133,7 +132,7 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
     """
     _refuse_observers(engine)
     engine.require_idle("sw.train_step")
-    sums = engine.extras.take(WaitingSums)
+    sums = engine.extras.get_or_make(WaitingSums)
     sums.hide(engine)
     window = engine.window
     synchronises = window.syncs and torch.is_grad_enabled()
@@ -141,8 +140,8 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
     had_sums = any(group.gradient.is_local for group in engine.groups)
     opened = PipelineStep(engine, last, synchronises=synchronises)
     try:
-        with window.having(syncs=False, step=opened):  # the step decides when units are reduced
-            if opened.holds and torch.is_grad_enabled():
+        with window.override(syncs=False, step=opened):  # the step decides when units are reduced
+            if opened.keeps_units and torch.is_grad_enabled():
                 engine.gather_ahead()
             yield opened
         for unit in engine.units:
@@ -215,7 +214,7 @@ def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
             if unit.is_resident or not _is_whole(unit):
                 engine.unshard(unit)
             unit.use()
-        with engine.window.having(step=ConstantParameters(call)):
+        with engine.window.override(step=ConstantParameters(call)):
             yield
     finally:
         if not was_open:

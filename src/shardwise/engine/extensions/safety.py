@@ -28,7 +28,7 @@ from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
 from shardwise.spec.errors import StateError
-from shardwise.spec.order import Entry
+from shardwise.spec.order import EntryPoint
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ class SavedTensors(Observer):
         """Whether the next forward that trains is watched."""
         return heart.is_checking or self.num_healed > 0 or not self._is_settled
 
-    def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
+    def forward_begins(self, engine: Engine, entry: EntryPoint) -> None:  # noqa: ARG002
         """Install the hooks if they are on, and always in the first forward through an entry of the model."""
         if not engine.forward.trains or self._context is not None:
             return
@@ -108,7 +108,7 @@ class SavedTensors(Observer):
         self._is_settled = num_changes == self._changes_seen
         self._changes_seen = num_changes
         if not self._is_on:
-            engine.extras.rest(self)
+            engine.extras.pause(self)
 
     def check(self, engine: Engine, group: Group) -> None:
         """Gather the unit of ``group`` if it is released, because autograd is about to read a saved tensor of it."""
@@ -117,8 +117,8 @@ class SavedTensors(Observer):
         if torch_private.current_backward() == -1:
             raise StateError(f"saved tensors of unit {group.unit.name!r} can be read only inside backward().")
         self.num_healed += 1
-        engine.extras.wake()
-        engine.heal(group.unit)
+        engine.extras.resume_all()
+        engine.regather(group.unit)
 
 
 def parametrized_in_forward(root: nn.Module) -> set[str]:
@@ -142,14 +142,14 @@ class LostWrites(Observer):
         self._versions: list[list[int]] = []
         self._set_to_themselves = parametrized_in_forward(root)
 
-    def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
+    def forward_begins(self, engine: Engine, entry: EntryPoint) -> None:  # noqa: ARG002
         """Record the version counter of each full parameter."""
         self._versions = [_versions_of(group) for group in engine.groups]
 
     def forward_ended(self, engine: Engine) -> None:
         """Compare the version counters, unless the forward raised."""
         before, self._versions = self._versions, []
-        if engine.forward.num_frames or sys.exception() is not engine.forward.handled:
+        if engine.forward.num_frames or sys.exception() is not engine.forward.handled_exception:
             return
         for group, versions in zip(engine.groups, before, strict=False):
             home, is_lost = torch_private.storage_identity(group.gathered), group.is_copied or not group.is_permanent
@@ -159,7 +159,7 @@ class LostWrites(Observer):
                 is_written = new != old and spec.name not in self._set_to_themselves
                 if torch_private.storage_identity(full) != home or (is_lost and is_written):
                     engine.leave_frames()  # peers that negotiate the forward then raise too
-                    engine.extras.wake()
+                    engine.extras.resume_all()
                     raise StateError(
                         f"forward has written to parameter {spec.name!r}: this is a copy that was gathered for the"
                         " forward, and the write would be lost.\n  Compute the new value without writing it"
@@ -169,7 +169,7 @@ class LostWrites(Observer):
                         " flatten_parameters() of an RNN on a GPU: leave it out."
                     )
         if engine.forward.trains:
-            engine.extras.rest(self)
+            engine.extras.pause(self)
 
 
 def _versions_of(group: Group) -> list[int]:
@@ -185,7 +185,7 @@ class ForeignBackwards(Observer):
     def backward_begins(self, engine: Engine) -> None:
         """Refuse the backward if it belongs to ``torch.distributed.autograd``."""
         if not torch_private.is_in_distributed_autograd() or threading.get_ident() == engine.forward.thread:
-            engine.extras.rest(self)
+            engine.extras.pause(self)
             return
         text = (
             "dist_autograd.backward() reached a parallelized model: it keeps gradients in its context, where they are"

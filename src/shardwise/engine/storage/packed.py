@@ -204,7 +204,7 @@ class _Then(Handle):
 
 def packed_pool(engine: Engine, purpose: str) -> PackedPool:
     """The packed buffers of a model for one purpose, ``gather`` or ``reduce``."""
-    return engine.extras.take(_Pools)[purpose]
+    return engine.extras.get_or_make(_Pools)[purpose]
 
 
 class _Pools(collections.defaultdict[str, "PackedPool"]):

@@ -30,7 +30,7 @@ from shardwise.engine.storage.attachment import Mark, mark_of, place_of
 from shardwise.engine.storage.flat_parameters import FlatParameter
 from shardwise.nested import tensors_in
 from shardwise.spec.errors import StateError
-from shardwise.spec.order import Entry
+from shardwise.spec.order import EntryPoint
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -233,7 +233,7 @@ def cover(optimizer: torch.optim.Optimizer) -> None:
 class CoversAll(Observer):
     """Undoes :func:`uncover` before the next forward, if a step has raised."""
 
-    def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
+    def forward_begins(self, engine: Engine, entry: EntryPoint) -> None:  # noqa: ARG002
         """Call :func:`cover` for all optimizers that need it."""
         for optimizer in [*_covered]:
             cover(optimizer)

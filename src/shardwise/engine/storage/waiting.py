@@ -60,7 +60,7 @@ class WaitingSums(Observer):
 def set_gradient_sync(engine: Engine, *, is_enabled: bool, mode: str | None = None) -> None:
     """Set whether backwards from now on reduce gradients; ``mode`` as ``Window.mode``."""
     if not is_enabled:
-        engine.extras.take(WaitingSums)
+        engine.extras.get_or_make(WaitingSums)
     engine.window.sync(is_last=is_enabled, mode=mode)
 
 

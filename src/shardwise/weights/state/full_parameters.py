@@ -25,7 +25,7 @@ from shardwise.engine.storage.inner import Around
 from shardwise.engine.storage.part import cover_shards, uncover_shards
 from shardwise.engine.unit import Unit
 from shardwise.spec.errors import StateError
-from shardwise.spec.order import Entry
+from shardwise.spec.order import EntryPoint
 from shardwise.spec.slice import slice_of
 from shardwise.weights.state.extents import gather, scatter, survey
 from shardwise.weights.state.held import gathered_pieces, of_group
@@ -260,7 +260,7 @@ class _RefusesTraining(Observer):
     def __init__(self, mode: Whole) -> None:
         self._mode = mode
 
-    def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
+    def forward_begins(self, engine: Engine, entry: EntryPoint) -> None:  # noqa: ARG002
         """Refuse a forward with grad, or on some ranks only."""
         if torch.is_grad_enabled() or self._mode.is_on_root_only:
             raise StateError(
