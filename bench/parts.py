@@ -19,7 +19,7 @@ import torch
 import shardwise as sw
 from bench.compare.request import CASES
 from shardwise.engine.storage.attachment import engine_of
-from shardwise.engine.storage.part import cover_shards, uncover_shards
+from shardwise.engine.storage.part import set_shard_class, unset_shard_class
 from shardwise.testing import run_on_ranks
 
 WARM_UP = 4
@@ -37,9 +37,9 @@ def measure(name: str, steps: int, is_flat: bool) -> list[tuple[float, float, fl
     taken: tuple[list[list[float]], list[list[float]]] = [], []
     for step in range(2 * (WARM_UP + steps)):
         for group in engine.groups:
-            uncover_shards(group)
+            unset_shard_class(group)
         if step % 2:
-            cover_shards(engine.groups)
+            set_shard_class(engine.groups)
         at = [time.process_time()]
         optimizer.zero_grad()
         at.append(time.process_time())

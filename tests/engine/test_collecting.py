@@ -81,7 +81,7 @@ def test_copies_of_a_gradient_do_not_grow_with_the_ranks_and_change_no_bit(size,
     assert len(SHAPES) <= sum(copies) <= at_most
     assert 0 < sum(added) <= sum(copies)
     held = 0
-    for shard, piece, spec in zip(group.shards, group.held, group.layout.params, strict=True):
+    for shard, piece, spec in zip(group.shards, group.pieces, group.layout.params, strict=True):
         if piece.numel:
             gradient = model.gradients[int(spec.name.removeprefix("weights."))]
             expected = gradient.view(-1)[piece.start : piece.stop]

@@ -101,7 +101,7 @@ def most_in_use(seen: Probe) -> Iterator[dict[str, int]]:
     Where optimizers step inside backward, gradient buffers are seen together with the memory of ``.grad`` beside them.
     """
     most = {"gathered": 0, "reduce": 0}
-    borrow = GradientStorage.borrow
+    borrow = GradientStorage.allocate_for_update
 
     def borrowing(storage: GradientStorage, result: Tensor) -> None:
         borrow(storage, result)
@@ -124,7 +124,7 @@ def most_in_use(seen: Probe) -> Iterator[dict[str, int]]:
         return mock.patch.object(Engine, name, call)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(GradientStorage, "borrow", borrowing))
+        stack.enter_context(mock.patch.object(GradientStorage, "allocate_for_update", borrowing))
         for name in ("_issue_gather", "reduce", "post_backward", "_finish_oldest"):
             stack.enter_context(looking(name))
         yield most

@@ -134,7 +134,7 @@ def test_all_pieces_are_those_of_the_ranks(layout):
 def test_an_optimizer_sees_a_piece_with_the_dimensions_of_the_parameter_and_its_elements(layout):
     for rank in range(layout.size):
         for piece, param in zip(layout.owned_by_param(rank), layout.params, strict=True):
-            shape, _ = layout.held_shape(piece)
+            shape, _ = layout.piece_shape(piece)
             assert len(shape) == max(len(param.shape), 0 if shape == param.shape else 1)
             assert math.prod(shape) == piece.numel
             if layout.granularity == TENSOR and piece.numel:

@@ -243,7 +243,7 @@ def _allocated_in_a_step(engine: Engine) -> dict[str, Iterable[Tensor | None]]:
     """Return, by category, the tensors that an engine allocates during a step."""
     return {
         "gradients": [
-            tensor for group in engine.groups if not group.facts.is_offloaded for tensor in group.gradient.held_buffers
+            tensor for group in engine.groups if not group.facts.is_offloaded for tensor in group.gradient.buffers
         ],
         "gathered": [group.gathered for group in engine.groups if group.resident_buffer is None],
         "reduce": [group.gradient.scratch for group in engine.groups],

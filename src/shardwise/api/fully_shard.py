@@ -470,7 +470,7 @@ class _UnitMethod(Uncopyable):
                 )
             listed.append(attachment.unit.index)
         for group in engine.groups:
-            group.learn(num_ahead=max(group.facts.num_ahead, len(listed)))
+            group.update_facts(num_ahead=max(group.facts.num_ahead, len(listed)))
         forward, backward = unit.ahead
         is_backward = "backward" in self._name
         unit.ahead = (forward, frozenset(listed)) if is_backward else (frozenset(listed), backward)

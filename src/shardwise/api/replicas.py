@@ -57,7 +57,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizers = (), *, after_backwa
     """
     engine = engine_of(model, "sw.check_replicas")
     engine.need_values("sw.check_replicas()")
-    engine.follow_shards()
+    engine.apply_user_changes()
     optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     control = engine.comms.control
     by_comm: dict[Comm, dict[str, Tensor]] = {control: {}} if control.size > 1 and optimizers else {}
@@ -97,7 +97,7 @@ def _copies(
         if after_backward and group.replica is not None and group.replica is not group.master:
             yield group.comms.control, f"gathered parameters of {name}", [group.replica]
         specs = enumerate(group.layout.params)
-        if undivided := [group.held_view(index, group.master) for index, spec in specs if spec.slice is None]:
+        if undivided := [group.view_in(index, group.master) for index, spec in specs if spec.slice is None]:
             yield engine.comms.tp, f"parameters of {name} that tp does not divide", undivided
 
 

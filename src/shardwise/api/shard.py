@@ -29,7 +29,7 @@ from shardwise.engine.storage import form_of, heap
 from shardwise.engine.storage.attachment import attach, mark_shards
 from shardwise.engine.storage.host import choose_units
 from shardwise.engine.storage.ignored import NOTHING, Ignored, ignored_of
-from shardwise.engine.storage.part import CoversAll, Part, cover_shards
+from shardwise.engine.storage.part import Part, RestoresParts, set_shard_class
 from shardwise.engine.unit import Unit
 from shardwise.optim import checks
 from shardwise.spec.facts import EngineOptions
@@ -125,14 +125,14 @@ def start(
     mark_shards(units)
     engine = build.start_engine(units, placements, comms, options)
     attach(engine)
-    cover_shards(engine.groups)
+    set_shard_class(engine.groups)
     engine.extras.add(ignored)
     guard.install_guards(root, engine)
     guard.refuse_wrappers(root)
     for observer in (
         guard.InsideDDP(),
         checks.Added(engine),
-        CoversAll(),
+        RestoresParts(),
         safety.ForeignBackwards(),
         safety.SavedTensors(),  # must be the last that can refuse a forward
         safety.LostWrites(root),

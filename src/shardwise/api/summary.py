@@ -292,8 +292,8 @@ def summary(model: nn.Module) -> Summary:
 def _update(engine: Engine) -> str:
     """Say how ``flat_parameters``, ``optimizer_in_backward`` and offloading change the update; empty if they do not."""
     flat = [group for group in engine.groups if group.facts.flat_kinds is not None]
-    count = sum(len(flat_ranges(group.held, group.facts.flat_kinds)) for group in flat if group.facts.flat_kinds)
-    names = sum(piece.numel > 0 for group in flat for piece in group.held)
+    count = sum(len(flat_ranges(group.pieces, group.facts.flat_kinds)) for group in flat if group.facts.flat_kinds)
+    names = sum(piece.numel > 0 for group in flat for piece in group.pieces)
     how = [f"as {count} flat tensors instead of {names} by name"] if flat else []
     if optimizers_in_backward(engine) is not None:
         how += ["inside backward, unit by unit"]
@@ -411,7 +411,7 @@ def predict_trace(
 def _unit(unit: Unit) -> UnitSummary:
     groups = []
     for group in unit.groups:
-        held = {piece.index: piece.numel for piece in group.held}
+        held = {piece.index: piece.numel for piece in group.pieces}
         groups.append(
             GroupSummary(
                 parameters=tuple(

@@ -165,8 +165,8 @@ def make_unit(
 
 
 def _spec(entry: OwnedParameter, dtype: str) -> ParamSpec:
-    parameter, held = entry.parameter, slice_of(entry.parameter)
-    names = held.names if held is not None and held.names else entry.names
+    parameter, named_slice = entry.parameter, slice_of(entry.parameter)
+    names = named_slice.names if named_slice is not None and named_slice.names else entry.names
     return ParamSpec(
         name=names[0],
         shape=tuple(parameter.shape),
@@ -174,7 +174,7 @@ def _spec(entry: OwnedParameter, dtype: str) -> ParamSpec:
         is_trainable=parameter.requires_grad,
         stride=None if parameter.is_contiguous() else tuple(parameter.stride()),
         aliases=tuple(names[1:]),
-        slice=held,
+        slice=named_slice,
     )
 
 
@@ -200,7 +200,7 @@ def _number(engine: Engine) -> None:
     for index, unit in enumerate(engine.units):
         unit.index = index
         for group in unit.groups:
-            group.learn(
+            group.update_facts(
                 unit=index,
                 depth=unit.depth,
                 reshards=unit.reshards_after_forward,

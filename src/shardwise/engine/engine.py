@@ -285,7 +285,7 @@ class Engine:
         """Mark gathered buffers as out of date, so that the present values of the masters are gathered from now on."""
         if not self.window.is_open:
             self.epoch += 1
-        self.follow_shards()
+        self.apply_user_changes()
 
     def _end_forward(self) -> None:
         order, is_shared = self.orders.forward_order, self.forward.is_shared
@@ -570,7 +570,7 @@ class Engine:
         backward.makes_graph = torch.is_grad_enabled()
         backward.had_sums = False
         for group in self.groups:
-            group.follow_trained()
+            group.copy_requires_grad()
             backward.had_sums |= group.gradient.is_local
         backward.has_accumulated |= backward.had_sums
         backward.generation += 1
@@ -651,7 +651,7 @@ class Engine:
         # Free buffers of finished reductions and the unit's parameters before the unit allocates its gradient buffer.
         if reduces:
             self.wait_for_reductions(keep=self._max_under_way)
-        is_read = any(group.gradient.lies_in_parameters for group in unit.groups)
+        is_read = any(group.gradient.shares_parameter_memory for group in unit.groups)
         if not is_read:
             self.reshard(unit)
         for group in unit.groups:
@@ -866,17 +866,17 @@ class Engine:
             )
         if self.backward.is_under_way:
             self.recover()
-        self.follow_shards()
+        self.apply_user_changes()
 
     def need_values(self, call: str) -> None:
         """Call the guards, which raise if ``call`` may not use the parameters' values."""
         for guard in self.extras.guards:
             guard(self, call)
 
-    def follow_shards(self) -> None:
+    def apply_user_changes(self) -> None:
         """Apply the user's changes of the parameters (``p.data = ...``, ``requires_grad``) to masters and full ones."""
         for group in self.groups:
-            group.follow_shards()
+            group.apply_user_changes()
         self.free_gradients()
 
     def free_gradients(self) -> None:

@@ -45,12 +45,12 @@ class Meter:
     """Bytes that are allocated now, and the maximum so far."""
 
     def __init__(self) -> None:
-        self.live = self.most = 0
+        self.current = self.peak = 0
 
     def add(self, num_bytes: int) -> None:
         """Count allocated bytes; a negative number counts freed bytes."""
-        self.live += num_bytes
-        self.most = max(self.most, self.live)
+        self.current += num_bytes
+        self.peak = max(self.peak, self.current)
 
 
 class GradientMemory(Meter):
@@ -75,7 +75,7 @@ class GradientMemory(Meter):
             self._constants[key] = make()
         return self._constants[key]
 
-    def take(self, kind: Hashable, num_bytes: int) -> None:
+    def acquire(self, kind: Hashable, num_bytes: int) -> None:
         """Count a buffer of a kind that is about to be allocated, after waiting while the limit is reached."""
         drain = self._drain()
         while self._num_in_use[kind] >= self.limit and drain is not None and drain():
@@ -83,13 +83,13 @@ class GradientMemory(Meter):
         self._num_in_use[kind] += 1
         self.add(num_bytes)
 
-    def give(self, kind: Hashable, num_bytes: int) -> None:
+    def release(self, kind: Hashable, num_bytes: int) -> None:
         """Count a buffer of a kind that has been freed."""
         self._num_in_use[kind] -= 1
         self.add(-num_bytes)
 
 
-class _Kept(NamedTuple):
+class _FreedStorage(NamedTuple):
     """Tensors of a :class:`GradientStorage` whose memory is freed; ``holders`` as ``torch_private.num_holders``."""
 
     tensor: Tensor
@@ -111,7 +111,7 @@ class GradientStorage:
         is_separate: Whether ``.grad`` is never part of the buffer that is reduced.
         full: The full-size gradient buffer, unless it is pooled. ``.grad`` is a part of it, unless ``is_separate``.
         flats: Views over several parameters: ``.grad`` of flat parameters.
-        is_lent: Whether ``.grad`` exists for one update only (the optimizer steps inside backward).
+        is_temporary: Whether ``.grad`` exists for one update only (the optimizer steps inside backward).
     """
 
     def __init__(self, group: Group, as_part: Callable[[Tensor, Tensor | None], Tensor]) -> None:
@@ -123,18 +123,18 @@ class GradientStorage:
         self.plain: list[Tensor] = []
         self.full: FlatBuffer | None = None
         self.flats: list[Tensor] = []
-        self.is_lent = False
-        self._lent: tuple[Tensor, list[Tensor]] | None = None
-        self._kept: _Kept | None = None
+        self.is_temporary = False
+        self._temporary: tuple[Tensor, list[Tensor]] | None = None
+        self._freed: _FreedStorage | None = None
 
     def make(self, *, is_filled: bool = True) -> Tensor:
         """Return the memory, allocated at the first call: zeros, or uninitialized unless ``is_filled``."""
         if self.tensor is not None:
             return self.tensor
-        kept, self._kept = self._kept, None
-        if kept is None:
+        freed, self._freed = self._freed, None
+        if freed is None:
             return self._make(is_filled=is_filled)
-        self.tensor, self.plain, self.views, self.full, self.flats, self._holders = kept
+        self.tensor, self.plain, self.views, self.full, self.flats, self._holders = freed
         for flat in self._memories:
             allocate(flat)
         if is_filled and self._memory is self.tensor:
@@ -164,7 +164,7 @@ class GradientStorage:
                 self.tensor = torch.empty(numel, dtype=group.dtype, device=group.device)
         else:
             self.tensor = self.full.memory[gradient.layout.slice_of(group.rank)]
-        self.plain = self.views = group.held_views(self.tensor)
+        self.plain = self.views = group.views_in(self.tensor)
         if group.facts.holds_part:
             self.views = [self.as_part(view, shard) for view, shard in zip(self.plain, group.shards, strict=True)]
         self._holders = self._count_holders()
@@ -173,12 +173,12 @@ class GradientStorage:
     def _count_holders(self) -> tuple[int, int]:
         return torch_private.num_holders([self._memory, *self.plain, *self.views, *self.flats])
 
-    def hold(self, make: Callable[[], tuple[Tensor, Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def add_view(self, make: Callable[[], tuple[Tensor, Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Call ``make`` and return its result (the memory, a new view of it, known views), which the caller keeps.
 
         The references that the caller keeps do not count as the user's in :meth:`free`.
         """
-        if self.is_lent:
+        if self.is_temporary:
             return make()
         before = self._count_holders()
         made = make()
@@ -189,34 +189,34 @@ class GradientStorage:
 
     def free(self) -> None:
         """Free the memory. If the user holds a gradient, it stays theirs, and the next step allocates new memory."""
-        if self.tensor is not None and not self.is_lent and self._count_holders() == self._holders:
+        if self.tensor is not None and not self.is_temporary and self._count_holders() == self._holders:
             for flat in self._memories:
                 free(flat)
-            self._kept = _Kept(self.tensor, self.plain, self.views, self.full, self.flats, self._holders)
+            self._freed = _FreedStorage(self.tensor, self.plain, self.views, self.full, self.flats, self._holders)
         self.tensor = self.full = None
         self.views, self.plain, self.flats = [], [], []
 
-    def lend(self) -> None:
+    def make_temporary(self) -> None:
         """From now on store ``.grad`` for one update only: in the reduced sum, or for a cast in separate memory."""
-        self.is_lent = True
+        self.is_temporary = True
         self.free()
 
     @property
     def _is_cast(self) -> bool:
         return self.group.reduce_dtype is not self.group.dtype
 
-    def borrow(self, result: Tensor) -> None:
+    def allocate_for_update(self, result: Tensor) -> None:
         """Store ``.grad`` for one update in ``result``, the sum; if the dtype differs, in separate memory."""
-        if self._lent is None:  # the rank's slice of the group's buffer never moves, so the views are made once
+        if self._temporary is None:  # the rank's slice of the group's buffer never moves, so the views are made once
             memory = torch.empty(len(result), dtype=self.group.dtype, device=result.device) if self._is_cast else result
-            self._lent = memory, self.group.held_views(memory)
+            self._temporary = memory, self.group.views_in(memory)
         elif self._is_cast:
-            allocate(self._lent[0])
-        self.tensor, self.plain = self._lent
+            allocate(self._temporary[0])
+        self.tensor, self.plain = self._temporary
         self.views = self.plain  # only the optimizer sees them
 
-    def give_back(self) -> None:
-        """Undo :meth:`borrow`: set ``.grad`` of the shards to ``None`` and free the memory."""
+    def release_after_update(self) -> None:
+        """Undo :meth:`allocate_for_update`: set ``.grad`` of the shards to ``None`` and free the memory."""
         for shard in self.group.shards:
             shard.grad = None
         if self.tensor is not None and self._is_cast:
@@ -247,20 +247,20 @@ class Gradient:
         # This rank owns no element of these parameters. Their .grad is empty; where flat parameters take the place of
         # all others it stays None, because nobody would set it to None again.
         self._is_elsewhere = [
-            held.numel == 0 < spec.numel for held, spec in zip(group.held, group.layout.params, strict=True)
+            piece.numel == 0 < spec.numel for piece, spec in zip(group.pieces, group.layout.params, strict=True)
         ]
         first_flag = self.layout.data_numel(self.layout.place(group.rank))
         self._flags = slice(first_flag, first_flag + len(group.shards))  # in this rank's slice of a sum
         self._local: FlatBuffer | None = None
         self._scratch: FlatBuffer | None = None  # has memory only during a backward
         self._written = [False] * len(group.shards)  # by parameter: whether ``_local`` holds this rank's gradient
-        self._shown: dict[int, Tensor] = {}  # views of ``_local`` that are .grad of full parameters
+        self._in_place_views: dict[int, Tensor] = {}  # views of ``_local`` that are .grad of full parameters
         self._used: list[bool] = []
         self.result: Tensor | None = None
         self._partial: Tensor | None = None  # summed over dp_shard by earlier microbatches, not over dp_replicate yet
         self.partial_store: Tensor | None = None  # memory of ``_partial`` if that is not in the memory of ``.grad``
         self._maybe_unused: list[int] = []  # parameters whose use is known only from the flags in ``storage``
-        self._is_borrowing = False
+        self._uses_scratch = False
         self.has_added = False
 
     @property
@@ -280,7 +280,7 @@ class Gradient:
         return False
 
     @property
-    def held_buffers(self) -> tuple[Tensor | None, ...]:
+    def buffers(self) -> tuple[Tensor | None, ...]:
         """The memory of ``.grad``, its full-size buffer, and partial sums of microbatches; each may be ``None``."""
         return self.storage.tensor, None if self.storage.full is None else self.storage.full.memory, self.partial_store
 
@@ -290,7 +290,7 @@ class Gradient:
         return None if self._scratch is None else self._scratch.memory
 
     @property
-    def lies_in_parameters(self) -> bool:
+    def shares_parameter_memory(self) -> bool:
         """Whether a gradient shares memory with a gathered buffer of the unit: autograd returned a parameter's view."""
         groups = self.group.unit.groups
         gathered = [group.gathered.untyped_storage().data_ptr() for group in groups if group.is_allocated]
@@ -308,7 +308,7 @@ class Gradient:
 
     def collect(self, memory: GradientMemory) -> None:
         """Move the gradients of the full parameters into the flat buffer, and free them."""
-        views, written = self._begin(memory), self._written
+        views, written = self._allocate_local(memory), self._written
         if not any(written) and self._collect_all(views):
             return
         copy_to: list[Tensor] = []
@@ -317,15 +317,15 @@ class Gradient:
         terms: list[Tensor] = []
         for index, full in enumerate(self.group.unsharded):
             grad = full.grad
-            if grad is None or grad is self._shown.get(index):
+            if grad is None or grad is self._in_place_views.get(index):
                 continue
-            if self._shown.pop(index, None) is not None:  # autograd stored the sum in another tensor
+            if self._in_place_views.pop(index, None) is not None:  # autograd stored the sum in another tensor
                 written[index] = False
             full.grad = None
             targets, sources = (add_to, terms) if written[index] else (copy_to, copies)
             written[index] = True
             targets += views.by_param[index]
-            sources += self._cut(index, grad)
+            sources += self._split_gradient(index, grad)
         _each(torch._foreach_add_, add_to, terms)
         _each(torch._foreach_copy_, copy_to, copies)
 
@@ -339,11 +339,11 @@ class Gradient:
             full.grad = None
         self._written = [True] * len(unsharded)
         for index in views.divided:  # the last one first
-            grads[index : index + 1] = self._cut(index, grads[index])
+            grads[index : index + 1] = self._split_gradient(index, grads[index])
         _each(torch._foreach_copy_, views.every, grads)
         return True
 
-    def show(self) -> None:
+    def accumulate_in_place(self) -> None:
         """Make autograd add later gradients in place in the flat buffer, where a gradient is contiguous there.
 
         The buffer must not be moved until :meth:`reduce`.
@@ -352,26 +352,26 @@ class Gradient:
         if self._local is None or group.compute_dtype is not group.reduce_dtype:
             return  # a gradient has the dtype of its parameter
         for index, views in enumerate(self._local.by_param):
-            if self._written[index] and index not in self._shown and index not in self._local.divided:
-                self._shown[index] = group.unsharded[index].grad = views[0]
+            if self._written[index] and index not in self._in_place_views and index not in self._local.divided:
+                self._in_place_views[index] = group.unsharded[index].grad = views[0]
 
-    def _hide(self) -> None:
-        for index in self._shown:
+    def _stop_in_place(self) -> None:
+        for index in self._in_place_views:
             self.group.unsharded[index].grad = None
-        self._shown.clear()
+        self._in_place_views.clear()
 
     def local_views(self, index: int, memory: GradientMemory) -> list[Tensor]:
         """Return this rank's gradient of a parameter as views (:meth:`parts`) to be changed; -0.0 if there is none."""
         self.collect(memory)
-        views = self._begin(memory).by_param[index]
+        views = self._allocate_local(memory).by_param[index]
         if not self._written[index]:
-            _fill_with_nothing(views)
+            _fill_negative_zero(views)
             self._written[index] = True
         return views
 
     def add(self, index: int, grad: Tensor, memory: GradientMemory) -> None:
         """Add ``grad``, which autograd did not bring to the full parameter, to this rank's gradient of a parameter."""
-        _each(torch._foreach_add_, self.local_views(index, memory), self._cut(index, grad))
+        _each(torch._foreach_add_, self.local_views(index, memory), self._split_gradient(index, grad))
 
     def has_collected(self, index: int) -> bool:
         """Whether sums of earlier microbatches include parameter ``index``, of which this rank owns elements."""
@@ -381,36 +381,36 @@ class Gradient:
     def forget(self, index: int) -> None:
         """Drop the sum of earlier microbatches for parameter ``index``."""
         self._written[index] = False
-        if self._shown.pop(index, None) is not None:
+        if self._in_place_views.pop(index, None) is not None:
             self.group.unsharded[index].grad = None
         if self._partial is not None:
             self._used[index] = False
-            self.group.held_view(index, self._partial).zero_().neg_()
+            self.group.view_in(index, self._partial).zero_().neg_()
             self._flags_in(self._partial)[index] = 0
 
     def make_buffer(self) -> FlatBuffer:
         """Allocate a full-size buffer."""
         return FlatBuffer(self.layout, self.group.reduce_dtype, self.group.device)
 
-    def _begin(self, memory: GradientMemory) -> FlatBuffer:
+    def _allocate_local(self, memory: GradientMemory) -> FlatBuffer:
         """Return a buffer to collect in, allocated at the first call."""
         if self._local is not None:
             return self._local
-        home = self.storage
-        if self.is_pooled or home.is_lent or (not home.is_separate and self.has_sums):
-            memory.take(self._kind, self._num_bytes)
+        storage = self.storage
+        if self.is_pooled or storage.is_temporary or (not storage.is_separate and self.has_sums):
+            memory.acquire(self._kind, self._num_bytes)
             if self._scratch is None:
                 self._scratch = self.make_buffer()
             allocate(self._scratch.memory)
-            self._is_borrowing = True
+            self._uses_scratch = True
             self._local = self._scratch
         else:
-            home.make()
-            self._local = home.full
+            storage.make()
+            self._local = storage.full
         assert self._local is not None
         return self._local
 
-    def _cut(self, index: int, grad: Tensor) -> list[Tensor]:
+    def _split_gradient(self, index: int, grad: Tensor) -> list[Tensor]:
         """Return the gradient in the parts in which the flat buffer stores it."""
         spec = self.layout.group.params[index]
         if grad.layout is not torch.strided:
@@ -443,11 +443,11 @@ class Gradient:
             As ``Form.reduce``. Then, when the handle advances, all-reduce on ``dp_replicate`` of this rank's slice.
         """
         group = self.group
-        views = self._begin(memory)
-        self._hide()
+        views = self._allocate_local(memory)
+        self._stop_in_place()
         views.set_flags(self._written, memory)
         if not all(self._written):
-            _fill_with_nothing(
+            _fill_negative_zero(
                 [t for i, is_there in enumerate(self._written) if not is_there for t in views.by_param[i]]
             )
         if views.gaps:
@@ -464,30 +464,30 @@ class Gradient:
         if before != 1:
             buffer.div_(before)
         replicate = group.comms.replicate
-        self.result = self._place_of_sum(buffer, partial)
-        inside = group.form.reduce(group, buffer, self.result, after if replicate is None else 1)
+        self.result = self._memory_of_sum(buffer, partial)
+        shard_sum = group.form.reduce(group, buffer, self.result, after if replicate is None else 1)
         if replicate is None:
-            return group.form.arrive(group, inside)
+            return group.form.store_sum(group, shard_sum)
         if partial is not None or not is_last:
-            return Chain(inside, lambda: self._add_up(replicate, memory, partial, is_last=is_last))
-        is_home = self.result is self.storage.tensor
+            return Chain(shard_sum, lambda: self._add_partial(replicate, memory, partial, is_last=is_last))
+        is_in_place = self.result is self.storage.tensor
 
         def release() -> None:
-            if is_home:
-                self._give_back(memory)  # the sum is in the memory of .grad, not in the full-size buffer
+            if is_in_place:
+                self._release_scratch(memory)  # the sum is in the memory of .grad, not in the full-size buffer
 
-        return replicate.chain(inside, lambda: self._go_across(replicate), release)
+        return replicate.chain(shard_sum, lambda: self._reduce_over_replicas(replicate), release)
 
-    def _place_of_sum(self, buffer: Tensor, partial: Tensor | None) -> Tensor:
+    def _memory_of_sum(self, buffer: Tensor, partial: Tensor | None) -> Tensor:
         """Return memory for the sum over ``dp_shard``: that of ``.grad`` if free, else this rank's slice in place."""
         if not self.group.facts.placements.shards_optimizer:
             return buffer
-        is_free = not (self.storage.is_lent or self.storage.is_separate or self.has_sums)
+        is_free = not (self.storage.is_temporary or self.storage.is_separate or self.has_sums)
         if self.is_pooled and is_free and partial is None:
             return self.storage.make(is_filled=False)
         return buffer[self.layout.slice_of(self.group.rank)]
 
-    def _add_up(self, replicate: Comm, memory: GradientMemory, partial: Tensor | None, *, is_last: bool) -> Handle:
+    def _add_partial(self, replicate: Comm, memory: GradientMemory, partial: Tensor | None, *, is_last: bool) -> Handle:
         """Add the sum over ``dp_shard`` to that of earlier microbatches; if it is the last, reduce over replicas."""
         result = self.result
         assert result is not None
@@ -497,26 +497,26 @@ class Gradient:
             if self.partial_store is None:
                 self.partial_store = torch.empty_like(result)
             result = self.partial_store.copy_(result)
-        self._give_back(memory)  # the sum has been copied out of the full-size buffer
+        self._release_scratch(memory)  # the sum has been copied out of the full-size buffer
         if not is_last:
             self._partial, self.result = result, None
             return Done()
         self.result = result
-        return self._go_across(replicate)
+        return self._reduce_over_replicas(replicate)
 
-    def _go_across(self, replicate: Comm) -> Handle:
+    def _reduce_over_replicas(self, replicate: Comm) -> Handle:
         """Reduce this rank's slice over ``dp_replicate``."""
         assert self.result is not None
-        across = replicate.all_reduce(self.result, unit=self.group.unit.name, divisor=self._divisors[1])
-        return self.group.form.arrive(self.group, across)
+        replica_sum = replicate.all_reduce(self.result, unit=self.group.unit.name, divisor=self._divisors[1])
+        return self.group.form.store_sum(self.group, replica_sum)
 
     def free(self) -> None:
         """Free the memory of ``.grad`` if every ``.grad`` is ``None``, except pinned memory of offloaded groups."""
-        home = self.storage
+        storage = self.storage
         is_kept = self.group.facts.is_offloaded  # pinned memory is slow to allocate
-        if is_kept or home.tensor is None or home.is_lent or self.is_local or self.has_sums:
+        if is_kept or storage.tensor is None or storage.is_temporary or self.is_local or self.has_sums:
             return
-        home.free()
+        storage.free()
 
     # -- reducing -> empty
 
@@ -527,53 +527,53 @@ class Gradient:
         parameter that this rank did not. The host reads them at the end of backward (:func:`read_unused_flags`), so
         that it does not wait here.
         """
-        result, home = self.result, self.storage
+        result, storage = self.result, self.storage
         if result is None:
             return  # a partial sum, which waits for the last microbatch
-        if home.is_lent:
-            home.borrow(result)
-        is_filled = home.tensor is None and (not all(self._used) or self.has_sums)
-        is_home = result.data_ptr() == home.make(is_filled=is_filled).data_ptr()
-        if self._maybe_unused or not is_home:
+        if storage.is_temporary:
+            storage.allocate_for_update(result)
+        is_filled = storage.tensor is None and (not all(self._used) or self.has_sums)
+        is_in_place = result.data_ptr() == storage.make(is_filled=is_filled).data_ptr()
+        if self._maybe_unused or not is_in_place:
             self.group.form.wait_for_host()  # an offloaded group: the host is about to read the sum
         if self._maybe_unused:  # the second reduction of one backward
             read_unused_flags([self])
-        self._put(result, is_home=is_home)
+        self._set_grads(result, is_in_place=is_in_place)
         self.result = None
-        if home.is_lent:
+        if storage.is_temporary:
             read_unused_flags([self])  # the optimizer steps now
         else:
-            self._give_back(memory)
+            self._release_scratch(memory)
 
     @torch_private.on_plain_tensors
-    def _put(self, result: Tensor, *, is_home: bool) -> None:
+    def _set_grads(self, result: Tensor, *, is_in_place: bool) -> None:
         """Set or add to ``.grad`` of the shards; parameters that this rank did not use wait for their flags."""
-        group, used, home = self.group, self._used, self.storage
-        assert home.tensor is not None
-        if not is_home and all(used) and self._put_at_once(result, home.tensor):
+        group, used, storage = self.group, self._used, self.storage
+        assert storage.tensor is not None
+        if not is_in_place and all(used) and self._set_grads_at_once(result, storage.tensor):
             return
-        views = home.plain if is_home else group.held_views(result)
+        views = storage.plain if is_in_place else group.views_in(result)
         flags = self._flags_in(result)
         # A single rank needs no flags. A dry run (meta tensors) has no other ranks.
-        has_doubts = not all(used) and group.facts.num_ranks > 1 and flags.numel() > 0 and not result.is_meta
+        has_unknown = not all(used) and group.facts.num_ranks > 1 and flags.numel() > 0 and not result.is_meta
         for index in self._with_grad:
-            if not (used[index] or has_doubts):
+            if not (used[index] or has_unknown):
                 continue
             shard = group.shards[index]
             grad = shard.grad
             if grad is not None:
-                grad = home.plain[index] if grad is home.views[index] else grad
+                grad = storage.plain[index] if grad is storage.views[index] else grad
                 grad.add_(views[index])  # if no rank used it, this adds -0.0, which changes nothing
                 self.has_added = True
                 continue
-            if not is_home:
-                home.plain[index].copy_(views[index])
+            if not is_in_place:
+                storage.plain[index].copy_(views[index])
             if used[index]:
-                shard.grad = home.views[index]
+                shard.grad = storage.views[index]
             else:
                 self._maybe_unused.append(index)
-        if self._maybe_unused and not is_home:
-            self._flags_in(home.tensor).copy_(flags)
+        if self._maybe_unused and not is_in_place:
+            self._flags_in(storage.tensor).copy_(flags)
 
     @property
     def _with_grad(self) -> list[int]:
@@ -581,8 +581,8 @@ class Gradient:
         is_flat = self.group.facts.flat_kinds is not None
         return [index for index, is_elsewhere in enumerate(self._is_elsewhere) if not (is_flat and is_elsewhere)]
 
-    def _put_at_once(self, result: Tensor, into: Tensor) -> bool:
-        """As :meth:`_put`, in one operation; returns False unless every shard has this ``.grad``, or none has any."""
+    def _set_grads_at_once(self, result: Tensor, into: Tensor) -> bool:
+        """As :meth:`_set_grads`, in one operation. Returns False unless every shard has this ``.grad``, or none."""
         owned, shards, views = self._with_grad, self.group.shards, self.storage.views
         grads = [shards[index].grad for index in owned]
         if all(grad is None for grad in grads):
@@ -606,7 +606,7 @@ class Gradient:
         return self._flags_in(self.storage.make()) if self._maybe_unused else None
 
     @torch_private.on_plain_tensors
-    def show_used(self, flags: Sequence[float]) -> None:
+    def set_used_grads(self, flags: Sequence[float]) -> None:
         """Set ``.grad`` of the parameters that only other ranks have used; ``flags`` as :attr:`unread_flags`."""
         for index in self._maybe_unused:
             if flags[index] > 0:
@@ -616,30 +616,30 @@ class Gradient:
     # -- dropping gradients
 
     def release_storage(self, memory: GradientMemory) -> None:
-        """Set ``.grad`` of the shards to ``None`` and free its memory (after :meth:`GradientStorage.lend`)."""
-        self.storage.give_back()
-        self._give_back(memory)
+        """Set ``.grad`` of the shards to ``None`` and free its memory (where the storage is temporary)."""
+        self.storage.release_after_update()
+        self._release_scratch(memory)
 
     def drop(self, memory: GradientMemory) -> None:
         """Drop gradients that are not on the shards yet: a backward failed, or ``zero_grad()`` was called."""
-        self._shown.clear()
+        self._in_place_views.clear()
         for full in self.group.unsharded:
             full.grad = None
         self._written = [False] * len(self._written)
         self._local = self.result = self._partial = None
         self._maybe_unused = []
-        if self.storage.is_lent:
-            self.storage.give_back()
-        self._give_back(memory)
+        if self.storage.is_temporary:
+            self.storage.release_after_update()
+        self._release_scratch(memory)
 
-    def _give_back(self, memory: GradientMemory) -> None:
-        if self._is_borrowing and self._scratch is not None:
-            self._is_borrowing = False
+    def _release_scratch(self, memory: GradientMemory) -> None:
+        if self._uses_scratch and self._scratch is not None:
+            self._uses_scratch = False
             free(self._scratch.memory)
-            memory.give(self._kind, self._num_bytes)
+            memory.release(self._kind, self._num_bytes)
 
 
-def _fill_with_nothing(tensors: list[Tensor]) -> None:
+def _fill_negative_zero(tensors: list[Tensor]) -> None:
     """Fill with -0.0, the exact identity of addition."""
     if tensors:
         torch._foreach_zero_(tensors)
@@ -659,15 +659,15 @@ def _each(change: Callable[..., object], targets: list[Tensor], sources: list[Te
 
 def read_unused_flags(gradients: Iterable[Gradient]) -> None:
     """Read which parameters other ranks alone have used, and set their ``.grad``; the host waits once per device."""
-    asking: dict[torch.device, list[tuple[Gradient, Tensor]]] = {}
+    unread: dict[torch.device, list[tuple[Gradient, Tensor]]] = {}
     for gradient in gradients:
         flags = gradient.unread_flags
         if flags is not None:
-            asking.setdefault(flags.device, []).append((gradient, flags))
-    for found in asking.values():
+            unread.setdefault(flags.device, []).append((gradient, flags))
+    for found in unread.values():
         values = iter(torch.cat([flags.float() for _, flags in found]).tolist())
         for gradient, flags in found:
-            gradient.show_used(list(itertools.islice(values, len(flags))))
+            gradient.set_used_grads(list(itertools.islice(values, len(flags))))
 
 
 def _views(buffer: Tensor, layout: ReduceLayout, index: int, rows: Sequence[Rows]) -> list[Tensor]:
@@ -709,7 +709,7 @@ class FlatBuffer:
         self.memory = torch.empty(layout.numel, dtype=dtype, device=device)
         self.divided = [index for index in reversed(range(len(params))) if layout.is_divided(index)]
         self.by_param = [_views(self.memory, layout, index, rows) for index, rows in enumerate(layout.rows)]
-        self.every = [view for held in self.by_param for view in held]
+        self.every = [view for piece in self.by_param for view in piece]
         self.gaps = [self.memory[start:stop] for start, stop in layout.gaps]
         self._headers = _of_rows(self.memory, layout.header_rows)
 

@@ -77,12 +77,12 @@ class Form:
             All-gather on ``dp_shard`` (for experts ``edp``) in the compute dtype: every rank sends ``(n-1)/n`` of the
             padded group. All ranks must call in the same order. Nothing is sent where the optimizer is replicated.
         """
-        return self.send(group, group.master)
+        return self.gather_from(group, group.master)
 
-    def send(self, group: Group, master: Tensor) -> Handle:
+    def gather_from(self, group: Group, master: Tensor) -> Handle:
         """As :meth:`gather`, from a master that is on the device that computes."""
         if group.is_copied:
-            group.own.copy_(master, non_blocking=True)
+            group.own_slice.copy_(master, non_blocking=True)
         if not group.placements.shards_optimizer:
             return Done()
         return group.comms.gather.all_gather(group.gathered, unit=group.unit.name, cuts=group.layout.uneven_cuts)
@@ -112,12 +112,12 @@ class Form:
             return comm.all_reduce(buffer, unit=unit, divisor=divisor)
         return comm.reduce_scatter(buffer, result, unit=unit, divisor=divisor, cuts=group.gradient.layout.uneven_cuts)
 
-    def arrive(self, group: Group, reduction: Handle) -> Handle:  # noqa: ARG002
+    def store_sum(self, group: Group, reduction: Handle) -> Handle:  # noqa: ARG002
         """Copy the sum from ``group.gradient.result`` to the memory of ``.grad``, once ``reduction`` has finished."""
         return reduction
 
     def wait_for_host(self) -> None:
-        """Make the host wait until it may read the sums that :meth:`arrive` has copied."""
+        """Make the host wait until it may read the sums that :meth:`store_sum` has copied."""
 
     def buffers(self) -> list[tuple[str, Tensor]]:
         """Buffers of the form in addition to the master, each with its category in ``measure.storage``."""
@@ -137,12 +137,12 @@ class Group:
         unsharded: The full parameters, views of the gathered buffer.
         master: This rank's flat slice of the parameters; all of them where the optimizer is replicated.
         replica: The gathered buffer, where parameters are replicated.
-        held: The piece of each parameter that the master holds.
+        pieces: The piece of each parameter that the master holds.
         views: One view of the master for each parameter.
         is_allocated: Whether the gathered buffer has memory.
         is_permanent: Whether the gathered buffer has memory permanently.
         is_resident: Whether parameters are replicated, so that the full ones are never released.
-        own: This rank's part of the gathered buffer.
+        own_slice: This rank's part of the gathered buffer.
         is_copied: Whether a gather copies the master into the gathered buffer first.
         needs_refresh: Whether changes of the master must be gathered; False if the gathered buffer is the master.
         epoch: ``Engine.epoch`` of the parameters in the gathered buffer.
@@ -174,9 +174,9 @@ class Group:
         self.replica: Tensor | None = None
         self.epoch = -1
         layout = facts.layout
-        self.held = layout.owned_by_param(self.rank) if facts.placements.shards_optimizer else layout.whole
+        self.pieces = layout.owned_by_param(self.rank) if facts.placements.shards_optimizer else layout.whole
         self.master = self._make_master()
-        self.views = self.held_views(form.elements(self))
+        self.views = self.views_in(form.elements(self))
         self.bind_shards()
         self.gradient = Gradient(self, as_part)
 
@@ -274,18 +274,19 @@ class Group:
         """Replace the values that :meth:`values` returns."""
         self.form.set_values(self, flat)
 
-    def held_views(self, flat: Tensor) -> list[Tensor]:
+    def views_in(self, flat: Tensor) -> list[Tensor]:
         """Return a view of ``flat``, which has the master's layout, for every parameter.
 
         Where the optimizer is replicated, a view has the parameter's shape. Otherwise the granularity determines the
         shape of the piece that this rank owns.
         """
-        return [self.held_view(index, flat) for index in range(len(self.held))]
+        return [self.view_in(index, flat) for index in range(len(self.pieces))]
 
-    def held_view(self, index: int, flat: Tensor, *, first: int = 0) -> Tensor:
+    def view_in(self, index: int, flat: Tensor, *, first: int = 0) -> Tensor:
         """Return the view of parameter ``index`` in ``flat``, which has the master's layout from element ``first``."""
-        spec, piece = self.layout.params[index], self.held[index]
-        shape, stride = self.layout.held_shape(piece) if self.placements.shards_optimizer else (spec.shape, spec.stride)
+        spec, piece = self.layout.params[index], self.pieces[index]
+        is_sharded = self.placements.shards_optimizer
+        shape, stride = self.layout.piece_shape(piece) if is_sharded else (spec.shape, spec.stride)
         offset = flat.storage_offset() + piece.offset - first
         return flat.as_strided(shape, stride or contiguous_stride(shape), offset)
 
@@ -299,7 +300,7 @@ class Group:
         self._empty = [shard for shard, pointer in zip(self.shards, self._pointers, strict=True) if not pointer]
 
     @torch_private.on_plain_tensors
-    def follow_trained(self) -> None:
+    def copy_requires_grad(self) -> None:
         """Copy ``requires_grad`` from the shards to the full parameters; autograd reads it there."""
         trained = [shard.requires_grad for shard in self.shards]
         if trained != [full.requires_grad for full in self.unsharded]:
@@ -307,13 +308,13 @@ class Group:
                 full.requires_grad_(is_trained)
 
     @torch_private.on_plain_tensors
-    def follow_shards(self) -> None:
+    def apply_user_changes(self) -> None:
         """Apply the user's changes of the shards to the group: a ``.data`` of the same shape, ``requires_grad``.
 
         Raises:
             StateError: Shape, dtype or device of a shard has changed.
         """
-        self.follow_trained()
+        self.copy_requires_grad()
         has_dtypes = [shard.dtype for shard in self._empty].count(self.dtype) == len(self._empty)
         if has_dtypes and [shard.data_ptr() for shard in self.shards] == self._pointers:
             return  # in nearly every step
@@ -344,7 +345,7 @@ class Group:
             resident = torch.empty(layout.numel, dtype=self.compute_dtype, device=self.device)
         self.gathered = resident
         has_separate_master, placements = self.facts.has_separate_master, self.placements
-        self.own = self.gathered[layout.slice_of(self.rank)] if placements.shards_optimizer else self.gathered
+        self.own_slice = self.gathered[layout.slice_of(self.rank)] if placements.shards_optimizer else self.gathered
         self.is_copied = (placements.shards_parameters or has_separate_master) and not self.facts.is_unsharded_locally
         self.needs_refresh = placements.shards_optimizer or has_separate_master
         storage = self.gathered.untyped_storage()
@@ -382,11 +383,11 @@ class Group:
         self.gathered.untyped_storage().resize_(0)
         return self.layout.numel * self.gathered.itemsize
 
-    def learn(self, **facts: Any) -> None:
+    def update_facts(self, **facts: Any) -> None:
         """Replace some of the facts."""
         self.facts = dataclasses.replace(self.facts, **facts)
 
     def relabel(self, layout: GroupLayout) -> None:
         """Replace the layout by one that differs only in names."""
-        self.learn(layout=layout)
+        self.update_facts(layout=layout)
         self.gradient.layout = ReduceLayout(layout, self.gradient.layout.num_slices)

@@ -196,7 +196,7 @@ def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> d
     return {
         "parameters": take([*(t for group in groups for t in (group.master, group.replica)), *of("parameters")])
         + take(ignored),
-        "gradients": take(tensor for group in groups for tensor in group.gradient.held_buffers)
+        "gradients": take(tensor for group in groups for tensor in group.gradient.buffers)
         + take(parameter.grad for parameter in ignored),
         "optimizer": take(state[False]),
         "gathered": take([*(group.gathered for group in groups if group.resident_buffer is None), *stages])

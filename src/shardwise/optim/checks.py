@@ -114,10 +114,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def _step_begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Show plain tensors to the step, inside all its hooks. Allowed, because the granularity has been checked."""
     flat_parameters.before_step(optimizer)
-    part.uncover(optimizer)
+    part.hide_parts(optimizer)
 
     def covered(given: Any) -> Any:
-        return functools.partial(part.call_covered, optimizer, given) if callable(given) else given
+        return functools.partial(part.call_with_parts, optimizer, given) if callable(given) else given
 
     return (optimizer, *map(covered, args[1:])), {name: covered(given) for name, given in kwargs.items()}
 
@@ -138,7 +138,7 @@ def _check_moment(engine: Engine, *, has_closure: bool) -> None:
 
 def _step_ends(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     flat_parameters.after_step(optimizer)
-    part.cover(optimizer)
+    part.restore_parts(optimizer)
     for engine in engines_of(optimizer):
         if not _is_stepping(engine):
             engine.invalidate(shards_of(optimizer))
@@ -219,7 +219,7 @@ def _refusal(name: str, needed: Granularity | None, group: Group, index: int) ->
     """Make the error for an optimizer that cannot work on a parameter at the plan's granularity."""
     spec, granularity = group.layout.params[index], group.layout.granularity
     size = group.layout.size
-    held = f"this rank holds {group.held[index].numel} of its {spec.numel} elements."
+    held = f"this rank holds {group.pieces[index].numel} of its {spec.numel} elements."
     if size == 1:
         held = "dp_shard is 1, so that this rank has all of it, but plans must not depend on that."
     place = f"parameter {spec.name!r} of logical shape {list(spec.shape)} is sharded by {granularity}: {held}"
@@ -246,7 +246,7 @@ def _check_state(optimizer: torch.optim.Optimizer) -> None:
             continue
         spec = place[0].layout.params[place[1]]
         for key, value in state.items():
-            part.show_plain(value)
+            part.to_plain(value)
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != parameter.shape:
                 raise StateError(
                     f"the optimizer was used before sw.parallelize(): its state {key!r} of {spec.name!r} has shape"

@@ -84,7 +84,7 @@ def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) 
     engine.extras.add(UpdateInBackward(engine, optimizers))
     for group in engine.groups:
         if not group.facts.is_offloaded:
-            group.learn(updates_in_backward=True)
+            group.update_facts(updates_in_backward=True)
 
 
 def optimizers_in_backward(engine: Engine) -> tuple[torch.optim.Optimizer, ...] | None:
@@ -129,7 +129,7 @@ def _check(engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> Non
     given = [p for optimizer in optimizers for settings in optimizer.param_groups for p in settings["params"]]
     counts = Counter(id(p) for each in given for p in (each.shards if isinstance(each, FlatParameter) else (each,)))
     for group in engine.groups:
-        for spec, piece, shard in zip(group.layout.params, group.held, group.shards, strict=True):
+        for spec, piece, shard in zip(group.layout.params, group.pieces, group.shards, strict=True):
             if shard.grad is not None or group.gradient.is_local:
                 raise StateError(
                     f"parameter {spec.name!r} has a gradient, which would be lost.\n"
@@ -179,7 +179,7 @@ class UpdateInBackward(Observer):
             torch_private.take_scale_as_attribute(optimizer)
         for group in engine.groups:
             if not group.facts.is_offloaded:
-                group.gradient.storage.lend()
+                group.gradient.storage.make_temporary()
         engine.extras.host_waits.append(self.wait)
         engine.extras.guards.append(self.refuse_mixed)
 

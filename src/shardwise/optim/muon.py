@@ -348,7 +348,7 @@ def extent_of(parameter: Tensor, rank: int | None = None) -> Extent:
     """Return the range of a matrix on this rank, or on the rank at place ``rank`` among those that share it."""
     place = place_of(parameter)
     assert place is not None
-    (owner, index), pieces = place, place[0].held
+    (owner, index), pieces = place, place[0].pieces
     if rank is not None and owner.placements.shards_optimizer:
         pieces = owner.layout.owned_by_param(rank)
     return owner.layout.params[index].extent(pieces[index].start, pieces[index].stop)

@@ -77,7 +77,7 @@ class GradScaler(torch.amp.GradScaler):
                         f"parameter {group.layout.params[0].name!r} is kept in fp16: unscaled, its gradients would"
                         " vanish.\n  Keep masters in fp32: PrecisionPolicy(param_dtype='fp16', master_dtype='fp32')."
                     )
-        with part.allowed():
+        with part.as_plain_tensors():
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         total = torch.zeros(1, dtype=torch.float32, device=found_inf.device)
         for value in found.values():

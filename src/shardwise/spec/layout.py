@@ -282,7 +282,7 @@ class GroupLayout:
                     yield rank, Piece(index, start, stop, offset + start - self.cuts[rank])
                 rank, start = rank + 1, stop
 
-    def held_shape(self, piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    def piece_shape(self, piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """The shape of a rank's piece for the optimizer, and its strides if they are unusual.
 
         * ``element`` and ``block``: (1, ..., 1, k), with as many dimensions as the parameter has.

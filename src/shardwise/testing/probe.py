@@ -78,7 +78,7 @@ class Shard:
     """
 
     def __init__(self, group: Group, index: int) -> None:
-        spec, piece = group.layout.params[index], group.held[index]
+        spec, piece = group.layout.params[index], group.pieces[index]
         self.name, self.unit = spec.name, group.unit.name
         self.parameter: nn.Parameter = group.shards[index]
         self.whole: nn.Parameter = group.unsharded[index]
@@ -331,8 +331,8 @@ class Probe:
         See :func:`shardwise.measure.storage.held_bytes` for the categories.
         """
         held, engine = held_bytes(self._engine, optimizers), self._engine
-        held["gathered"] += engine.gathered.most - engine.gathered.live
-        held["reduce"] += engine.gradients.most - engine.gradients.live
+        held["gathered"] += engine.gathered.peak - engine.gathered.current
+        held["reduce"] += engine.gradients.peak - engine.gradients.current
         return held
 
     # -- communication

@@ -50,7 +50,7 @@ def step_with_an_inf(preset: str, scaler: torch.amp.GradScaler) -> tuple[bool, f
         model.zero_grad()
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         scaler.scale(model(x)).backward()
-    with part.allowed() if is_torchs else contextlib.nullcontext():
+    with part.as_plain_tensors() if is_torchs else contextlib.nullcontext():
         scaler.step(optimizer)
     scaler.update()
     return not torch.equal(before, model.weight), scaler.get_scale(), sw.full_state_dict(model)

@@ -30,10 +30,10 @@ class Summing(Handle):
 
     def __init__(self, pool: PackedPool) -> None:
         self.pool = pool
-        self.sent = pool.take(64, torch.device("cpu"))
+        self.sent = pool.acquire(64, torch.device("cpu"))
 
     def wait(self) -> None:
-        self.pool.give(self.sent)
+        self.pool.release(self.sent)
 
 
 def test_packed_buffers_are_lent_again_when_the_copy_has_been_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,15 +41,15 @@ def test_packed_buffers_are_lent_again_when_the_copy_has_been_waited_for(monkeyp
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: compute)
     pool = PackedPool()
-    pool.announce(64)
+    pool.reserve(64)
     transfers = Transfers(torch.device("cpu"))
     transfers._down = Stream()
     reduction = Summing(pool)
     handle = transfers.send(torch.ones(4), torch.zeros(4), reduction, pool)
-    other = pool.take(64, torch.device("cpu"))
+    other = pool.acquire(64, torch.device("cpu"))
     assert other is not reduction.sent  # the stream that goes down may still read it
     handle.wait()
     handle.wait()
     assert len(compute.waited) == 2
-    assert pool.take(64, torch.device("cpu")) is reduction.sent
-    assert pool.take(64, torch.device("cpu")) not in {other, reduction.sent}
+    assert pool.acquire(64, torch.device("cpu")) is reduction.sent
+    assert pool.acquire(64, torch.device("cpu")) not in {other, reduction.sent}

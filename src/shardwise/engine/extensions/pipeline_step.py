@@ -105,7 +105,7 @@ class PipelineStep(Step):
                 if group.wants_gradients:
                     group.gradient.collect(self._engine.gradients)
                     if self.keeps_units:
-                        group.gradient.show()
+                        group.gradient.accumulate_in_place()
 
     def reduce(self, before: Callable[[], None]) -> None:
         """Call ``before``, then reduce the gradients of all remaining units, last unit first."""

@@ -58,7 +58,7 @@ def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[di
         StateError: The model is not parallelized.
     """
     engine = engine_of(model, "sw.flat_parameters")
-    engine.follow_shards()
+    engine.apply_user_changes()
     groups: list[list[nn.Parameter]] = [[], []]
     is_there = [decay is None, False]
     for group in engine.groups:
@@ -66,7 +66,7 @@ def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[di
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
             is_decayed = decay is None or bool(decay(spec.name, shard))
             kinds.append(int(not is_decayed) if shard.requires_grad else None)
-        group.learn(flat_kinds=tuple(kinds))
+        group.update_facts(flat_kinds=tuple(kinds))
         for kind in range(2):
             is_there[kind] = is_there[kind] or kind in kinds
             groups[kind] += _of_group(group, kind)
@@ -81,14 +81,14 @@ def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[di
 
 def _of_group(group: Group, kind: int) -> Iterator[nn.Parameter]:
     assert group.facts.flat_kinds is not None
-    for span in flat_ranges(group.held, group.facts.flat_kinds):
+    for span in flat_ranges(group.pieces, group.facts.flat_kinds):
         if span.kind == kind:
             yield FlatParameter.of(group, span)
     own = [index for index, other in enumerate(group.facts.flat_kinds) if other == kind]
     empty = [index for index in own if group.layout.params[index].numel == 0]
     for index in empty:
         yield group.shards[index]  # no range includes it, but optimizers keep state for it
-    if own and not empty and not any(group.held[index].numel for index in own):
+    if own and not empty and not any(group.pieces[index].numel for index in own):
         yield group.shards[own[0]]  # this rank owns none of them: links the optimizer to its engine
 
 
@@ -103,8 +103,8 @@ class FlatParameter(Uncopyable, nn.Parameter):
     span: FlatRange
     shards: tuple[nn.Parameter, ...]
     _group: weakref.ref[Group]
-    _home: tuple[Tensor, Tensor, list[Tensor]] | None
-    _fixed: Tensor | None
+    _memory_and_views: tuple[Tensor, Tensor, list[Tensor]] | None
+    _cached: Tensor | None
 
     @classmethod
     def of(cls, group: Group, span: FlatRange) -> Self:
@@ -113,8 +113,8 @@ class FlatParameter(Uncopyable, nn.Parameter):
         made.span = span
         made.shards = tuple(group.shards[piece.index] for piece in span.pieces)
         made._group = weakref.ref(group)
-        made._home = None  # memory of gradients, and views of it: one of the run, one for each parameter
-        made._fixed = None
+        made._memory_and_views = None  # memory of gradients, and views of it: one of the run, one for each parameter
+        made._cached = None
         return made
 
     @property
@@ -134,16 +134,16 @@ class FlatParameter(Uncopyable, nn.Parameter):
     @property
     def grad(self) -> Tensor | None:  # pyrefly: ignore[bad-override]
         """The gradients of its parameters, as one view of their memory; ``None`` if all of them are ``None``."""
-        if self._fixed is not None:
-            return self._fixed
+        if self._cached is not None:
+            return self._cached
         if all(shard.grad is None for shard in self.shards):
             return None
-        if self._waits:
+        if self._has_waiting_sums:
             return WaitingGradient.of(self, functools.partial(_zero_waiting, weakref.ref(self)))
-        home = self._find_home()
-        if home is None:
+        memory = self._find_views()
+        if memory is None:
             return None
-        _, flat, views = home
+        _, flat, views = memory
         for shard, view in zip(self.shards, views, strict=True):
             grad = shard.grad
             if grad is view:
@@ -157,39 +157,39 @@ class FlatParameter(Uncopyable, nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self._fixed = None
+        self._cached = None
         if value is None:
-            for shard in self._all_shards() if self._waits else self.shards:
+            for shard in self._all_shards() if self._has_waiting_sums else self.shards:
                 shard.grad = None
             return
-        home = self._find_home()
-        if home is not None:
-            home[1].copy_(value)
-            for shard, view in zip(self.shards, home[2], strict=True):
+        memory = self._find_views()
+        if memory is not None:
+            memory[1].copy_(value)
+            for shard, view in zip(self.shards, memory[2], strict=True):
                 shard.grad = view
 
-    def fix_gradient(self) -> None:
+    def cache_gradient(self) -> None:
         """Compute ``grad`` once for a whole step, which reads it several times."""
-        self._fixed = None
-        self._fixed = self.grad
+        self._cached = None
+        self._cached = self.grad
 
-    def release_gradient(self) -> None:
-        """Undo :meth:`fix_gradient`."""
-        self._fixed = None
+    def drop_cached_gradient(self) -> None:
+        """Undo :meth:`cache_gradient`."""
+        self._cached = None
 
-    def cut(self, tensor: Tensor) -> list[Tensor]:
+    def views_in(self, tensor: Tensor) -> list[Tensor]:
         """Return a view of ``tensor``, which has this one's shape, for each parameter, in the shape of its shard."""
         group = self.group
         assert group is not None
-        return [group.held_view(piece.index, tensor, first=self.span.start) for piece in self.span.pieces]
+        return [group.view_in(piece.index, tensor, first=self.span.start) for piece in self.span.pieces]
 
     @property
-    def _waits(self) -> bool:
+    def _has_waiting_sums(self) -> bool:
         """Whether sums of accumulated microbatches wait for their reduction."""
         group = self.group
         return group is not None and group.gradient.is_local
 
-    def zero_waiting(self) -> None:
+    def zero_waiting_sums(self) -> None:
         """Zero the gradients of the parameters while their sums wait."""
         for shard in self._all_shards():
             if shard.grad is not None:
@@ -200,27 +200,27 @@ class FlatParameter(Uncopyable, nn.Parameter):
         yield from self.shards
         group = self.group
         if group is not None:
-            for shard, held, kind in zip(group.shards, group.held, group.facts.flat_kinds or (), strict=True):
-                if kind == self.span.kind and held.numel == 0:
+            for shard, storage, kind in zip(group.shards, group.pieces, group.facts.flat_kinds or (), strict=True):
+                if kind == self.span.kind and storage.numel == 0:
                     yield shard
 
-    def _find_home(self) -> tuple[Tensor, Tensor, list[Tensor]] | None:
+    def _find_views(self) -> tuple[Tensor, Tensor, list[Tensor]] | None:
         group = self.group
         if group is None:
             return None
-        home = group.gradient.storage.make()
+        memory = group.gradient.storage.make()
         views = group.gradient.storage.views
-        if self._home is not None and self._home[0] is home:
-            return self._home
-        held = group.gradient.storage
+        if self._memory_and_views is not None and self._memory_and_views[0] is memory:
+            return self._memory_and_views
+        storage = group.gradient.storage
 
-        def cut() -> tuple[Tensor, Tensor, list[Tensor]]:
-            flat = home[self.span.start : self.span.stop]
-            flat = held.as_part(flat, None) if group.facts.holds_part else flat
-            return home, flat, [views[piece.index] for piece in self.span.pieces]
+        def views_in() -> tuple[Tensor, Tensor, list[Tensor]]:
+            flat = memory[self.span.start : self.span.stop]
+            flat = storage.as_part(flat, None) if group.facts.holds_part else flat
+            return memory, flat, [views[piece.index] for piece in self.span.pieces]
 
-        self._home = held.hold(cut)
-        return self._home
+        self._memory_and_views = storage.add_view(views_in)
+        return self._memory_and_views
 
 
 torch_private.allow_foreach(FlatParameter)
@@ -229,7 +229,7 @@ torch_private.allow_foreach(FlatParameter)
 def _zero_waiting(flat_ref: weakref.ref[FlatParameter]) -> None:
     flat = flat_ref()
     if flat is not None:
-        flat.zero_waiting()
+        flat.zero_waiting_sums()
 
 
 def group_of(parameter: Tensor) -> Group | None:
@@ -250,13 +250,13 @@ def before_step(optimizer: torch.optim.Optimizer) -> None:
     if any(flat.is_partial for flat in flats_of(optimizer)):
         split(optimizer, lambda flat: flat.is_partial)
     for flat in flats_of(optimizer):
-        flat.fix_gradient()
+        flat.cache_gradient()
 
 
 def after_step(optimizer: torch.optim.Optimizer) -> None:
     """Release the gradients that :func:`before_step` has computed."""
     for flat in flats_of(optimizer):
-        flat.release_gradient()
+        flat.drop_cached_gradient()
 
 
 # -- between flat and by name
@@ -275,7 +275,7 @@ def split(optimizer: torch.optim.Optimizer, is_split: Callable[[FlatParameter], 
                 kept.append(parameter)
                 continue
             parts = parameter.shards
-            for shard, state in zip(parts, _cut_state(parameter, optimizer.state.pop(parameter, {})), strict=True):
+            for shard, state in zip(parts, _split_state(parameter, optimizer.state.pop(parameter, {})), strict=True):
                 if state:
                     optimizer.state[shard] = state
             kept += parts
@@ -287,18 +287,18 @@ def states_by_name(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, Mapping[
     found: dict[Tensor, Mapping[str, Any]] = {}
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, FlatParameter):
-            found |= zip(parameter.shards, _cut_state(parameter, state), strict=True)
+            found |= zip(parameter.shards, _split_state(parameter, state), strict=True)
         else:
             found[parameter] = state
     return found
 
 
-def _cut_state(flat: FlatParameter, state: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+def _split_state(flat: FlatParameter, state: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     """Return the state of each parameter of a flat one: views if it has one value per element, otherwise copies."""
     parts: list[dict[str, Any]] = [{} for _ in flat.span.pieces]
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == flat.shape:
-            values = flat.cut(value)
+            values = flat.views_in(value)
         else:
             values = [value.clone() if isinstance(value, Tensor) else value for _ in parts]
         for part, own in zip(parts, values, strict=True):

@@ -71,21 +71,21 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device, *, pins: bo
 
 
 class OnHost(Around):
-    """Stores master and ``.grad`` on the host; the form ``within`` defines their format."""
+    """Stores master and ``.grad`` on the host; the form ``inner`` defines their format."""
 
-    def __init__(self, within: Form, policy: OffloadPolicy) -> None:
-        super().__init__(within)
+    def __init__(self, inner: Form, policy: OffloadPolicy) -> None:
+        super().__init__(inner)
         self.policy = policy
         self.resident: Tensor | None = None  # the copy of the master on the device
         self._resident_epoch = -1  # Engine.epoch of its values
-        self._landing: Tensor | None = None  # on the host, for a sum that cannot be copied directly into .grad
+        self._received: Tensor | None = None  # on the host, for a sum that cannot be copied directly into .grad
         self._copy: Copy | None = None  # the newest copy to the host
 
     def make_master(self, group: Group) -> Tensor:
         """Allocate and fill the master on the host, and allocate the device's copy if the policy keeps one."""
         facts = group.facts
         if facts.held_as is not None:
-            packed = self.within.make_master(group)
+            packed = self.inner.make_master(group)
             return host_zeros(packed.numel(), packed.dtype, group.device, pins=self.policy.pin_memory).copy_(packed)
         if facts.keeps_shard:
             # Packing needs the master's full precision.
@@ -108,12 +108,12 @@ class OnHost(Around):
             engine.extras.host_waits.append(transfers.synchronise)
         self.transfers = transfers
         if group.facts.needs_stage:
-            transfers.stage(group.master)
+            transfers.reserve_staging(group.master)
 
     def gather(self, group: Group) -> Handle:
         """Copy the master to the device and gather as the inner form."""
         with self.transfers.upward():
-            handle = self.within.send(group, self._bring(group))
+            handle = self.inner.gather_from(group, self._bring(group))
             return handle if group.placements.shards_optimizer else self.transfers.arrival()
 
     def _bring(self, group: Group) -> Tensor:
@@ -127,18 +127,18 @@ class OnHost(Around):
             self._resident_epoch = group.epoch
         return self.resident
 
-    def arrive(self, group: Group, reduction: Handle) -> Handle:
+    def store_sum(self, group: Group, reduction: Handle) -> Handle:
         """Copy the sum to the host once ``reduction`` has finished."""
         gradient = group.gradient
-        sum_on_device, home = gradient.result, gradient.storage.make()
+        sum_on_device, grad_memory = gradient.result, gradient.storage.make()
         assert sum_on_device is not None
-        gradient.result = home
+        gradient.result = grad_memory
         if group.reduce_dtype is not group.dtype or gradient.has_sums:
-            if self._landing is None:
-                self._landing = host_zeros(
+            if self._received is None:
+                self._received = host_zeros(
                     sum_on_device.numel(), sum_on_device.dtype, group.device, pins=self.policy.pin_memory
                 )
-            gradient.result = self._landing
+            gradient.result = self._received
         self._copy = self.transfers.send(sum_on_device, gradient.result, reduction, self._packed)
         return self._copy
 
@@ -149,7 +149,7 @@ class OnHost(Around):
 
     def buffers(self) -> list[tuple[str, Tensor]]:
         """Buffers of the inner form, the device's copy of the master, and the host memory that receives sums."""
-        own = (("parameters", self.resident), ("host", self._landing))
+        own = (("parameters", self.resident), ("host", self._received))
         return [*super().buffers(), *((category, tensor) for category, tensor in own if tensor is not None)]
 
 
@@ -164,7 +164,7 @@ class Transfers:
         self._events: dict[str, Any] = {}  # the newest event of each direction
         self._stages: dict[torch.dtype, Tensor] = {}
 
-    def stage(self, master: Tensor) -> None:
+    def reserve_staging(self, master: Tensor) -> None:
         """Allocate a buffer on the device for a master that is copied in its own dtype and cast there."""
         if master.numel() > len(self._stages.get(master.dtype, ())):
             self._stages[master.dtype] = torch.zeros(master.numel(), dtype=master.dtype, device=self.device)
@@ -209,12 +209,12 @@ class Transfers:
         """
         if self._down is None:
             return _Later(source, target, after)
-        with torch.cuda.stream(self._down), pool.holding() as held:
+        with torch.cuda.stream(self._down), pool.defer_release() as used:
             after.wait()
             target.copy_(source, non_blocking=True)
             self._events["down"] = self._down.record_event()
         return _Event(
-            self._events["down"], self.device, lambda: [pool.give(buffer) for buffer in held], moved=(source, target)
+            self._events["down"], self.device, lambda: [pool.release(each) for each in used], moved=(source, target)
         )
 
     def synchronise(self) -> None:

@@ -23,47 +23,47 @@ if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
 
-def _as_within(name: str) -> Any:
+def _as_inner(name: str) -> Any:
     """Make a method of :class:`Around` that calls the other form's method."""
 
     def call(self: Around, *given: Any) -> Any:
-        return getattr(self.within, name)(*given)
+        return getattr(self.inner, name)(*given)
 
     return call
 
 
 class Around(Form):
-    """A form that changes some methods of another form, ``within``, and delegates the rest to it."""
+    """A form that changes some methods of another form, ``inner``, and delegates the rest to it."""
 
-    def __init__(self, within: Form) -> None:
-        self.within = within
+    def __init__(self, inner: Form) -> None:
+        self.inner = inner
 
-    make_master = _as_within("make_master")
-    zeros = _as_within("zeros")
-    elements = _as_within("elements")
-    values = _as_within("values")
-    set_values = _as_within("set_values")
-    start = _as_within("start")
-    gather = _as_within("gather")
-    reduce = _as_within("reduce")
-    arrive = _as_within("arrive")
-    wait_for_host = _as_within("wait_for_host")
-    buffers = _as_within("buffers")
+    make_master = _as_inner("make_master")
+    zeros = _as_inner("zeros")
+    elements = _as_inner("elements")
+    values = _as_inner("values")
+    set_values = _as_inner("set_values")
+    start = _as_inner("start")
+    gather = _as_inner("gather")
+    reduce = _as_inner("reduce")
+    store_sum = _as_inner("store_sum")
+    wait_for_host = _as_inner("wait_for_host")
+    buffers = _as_inner("buffers")
 
 
 class Inner(Around):
     """Keeps a slice of the gathered parameters from forward to backward, valid until the parameters change.
 
     Args:
-        within: Form of the group between steps.
+        inner: Form of the group between steps.
         size: Number of ranks in an inner group.
 
     Attributes:
         kept: The slice, in the compute dtype.
     """
 
-    def __init__(self, within: Form, size: int) -> None:
-        super().__init__(within)
+    def __init__(self, inner: Form, size: int) -> None:
+        super().__init__(inner)
         self._size = size
 
     def start(self, group: Group, engine: Engine) -> None:

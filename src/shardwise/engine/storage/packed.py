@@ -37,14 +37,14 @@ class Packed(Form):
             return
         if group.facts.sent_as is not None:
             self._gathered = packed_pool(engine, "gather")
-            self._gathered.announce(_gathered_cuts(group)[-1])
+            self._gathered.reserve(_gathered_cuts(group)[-1])
         if group.facts.reduced_as is not None:
             self._summed, places = packed_pool(engine, "reduce"), _reduced_cuts(group)
-            self._summed.announce(places[-1])
-            self._summed.announce(group.layout.size * (places[group.rank + 1] - places[group.rank]))
+            self._summed.reserve(places[-1])
+            self._summed.reserve(group.layout.size * (places[group.rank + 1] - places[group.rank]))
 
-    def send(self, group: Group, master: Tensor) -> Handle:
-        """As :meth:`Form.send`.
+    def gather_from(self, group: Group, master: Tensor) -> Handle:
+        """As :meth:`Form.gather_from`.
 
         Collective:
             All-gather of bytes; every rank sends its packed slice to every other rank. All ranks must call in the same
@@ -52,13 +52,13 @@ class Packed(Form):
         """
         form = group.facts.sent_as
         if form is None:
-            return super().send(group, master)
+            return super().gather_from(group, master)
         return self._gather_packed(group, lambda own: pack(master, own, form))
 
     def _gather_packed(self, group: Group, fill: Callable[[Tensor], object]) -> Handle:
         """Issue the all-gather of packed slices; ``fill`` writes this rank's."""
         cuts = _gathered_cuts(group)
-        buffer = self._gathered.take(cuts[-1], group.device)
+        buffer = self._gathered.acquire(cuts[-1], group.device)
         received = buffer[: cuts[-1]]
         fill(received[cuts[group.rank] : cuts[group.rank + 1]])
         comm, even_cuts = group.comms.gather, cuts if group.layout.uneven_cuts else None
@@ -68,7 +68,7 @@ class Packed(Form):
             places = zip(itertools.pairwise(cuts), itertools.pairwise(group.layout.cuts), strict=True)
             for (start, stop), (first, last) in places:
                 unpack(buffer[start:stop], group.gathered[first:last], group.facts.sent_as or "none", group.dtype)
-            self._gathered.give(buffer)
+            self._gathered.release(buffer)
 
         return _Then(handle, unpack_all)
 
@@ -84,12 +84,12 @@ class Packed(Form):
             return super().reduce(group, buffer, result, divisor)
         packed, comm, unit, rank = self._summed, group.comms.reduce, group.unit.name, group.rank
         cuts, places = summed_cuts(group.gradient.layout), _reduced_cuts(group)
-        sent = packed.take(places[-1], group.device)
+        sent = packed.acquire(places[-1], group.device)
         parts = [sent[start:stop] for start, stop in itertools.pairwise(places)]
         for part, (start, stop) in zip(parts, itertools.pairwise(cuts), strict=True):
             pack(buffer[start:stop], part, "int8")
         own = parts[rank]
-        received = packed.take(comm.size * own.numel(), group.device)
+        received = packed.acquire(comm.size * own.numel(), group.device)
         slots = received[: comm.size * own.numel()]
         is_even = len({part.numel() for part in parts}) == 1
         handle = comm.all_to_all(sent[: places[-1]], slots, unit=unit, cuts=None if is_even else places)
@@ -99,8 +99,8 @@ class Packed(Form):
 
         def add_up() -> None:
             sum_packed(terms, target, group.reduce_dtype, divisor)
-            packed.give(sent)
-            packed.give(received)
+            packed.release(sent)
+            packed.release(received)
 
         summed = _Then(handle, add_up)
         if not is_whole:
@@ -120,36 +120,36 @@ class Frozen(Packed):
     def make_master(self, group: Group) -> Tensor:
         """Pack the parameters of the unsharded model."""
         flat = group.fill(torch.zeros(group.master_numel, dtype=group.dtype, device=group.device))
-        packed = empty_packed(flat.numel(), _held_as(group), group.dtype, group.device)
-        pack(flat, packed, _held_as(group))
+        packed = empty_packed(flat.numel(), _stored_form(group), group.dtype, group.device)
+        pack(flat, packed, _stored_form(group))
         return packed
 
     def elements(self, group: Group) -> Tensor:
         """The codes of the packed master."""
-        return codes_of(group.master, group.master_numel, _held_as(group))
+        return codes_of(group.master, group.master_numel, _stored_form(group))
 
     def values(self, group: Group) -> Tensor:
         """The unpacked parameters, in the dtype that they had, in new memory."""
         flat = torch.empty(group.master_numel, dtype=group.dtype, device=group.master.device)
-        unpack(group.master, flat, _held_as(group), group.dtype)
+        unpack(group.master, flat, _stored_form(group), group.dtype)
         return flat
 
     def set_values(self, group: Group, flat: Tensor) -> None:
         """Pack ``flat`` into the master."""
-        pack(flat.to(group.master.device), group.master, _held_as(group))
+        pack(flat.to(group.master.device), group.master, _stored_form(group))
 
-    def send(self, group: Group, master: Tensor) -> Handle:
-        """As :meth:`Packed.send`, for a packed master; nothing is sent where parameters are replicated."""
+    def gather_from(self, group: Group, master: Tensor) -> Handle:
+        """As :meth:`Packed.gather_from`, for a packed master; nothing is sent where parameters are replicated."""
         if not group.placements.shards_optimizer:
-            unpack(master, group.gathered, _held_as(group), group.dtype)
+            unpack(master, group.gathered, _stored_form(group), group.dtype)
             return Done()
         if group.facts.sent_as is None:
-            group.own.copy_(self.elements(group), non_blocking=True)
+            group.own_slice.copy_(self.elements(group), non_blocking=True)
             return group.comms.gather.all_gather(group.gathered, unit=group.unit.name, cuts=group.layout.uneven_cuts)
         return self._gather_packed(group, lambda own: own.copy_(master, non_blocking=True))
 
 
-def _held_as(group: Group) -> str:
+def _stored_form(group: Group) -> str:
     form = group.facts.held_as
     assert form is not None
     return form
@@ -224,23 +224,23 @@ class PackedPool:
         self._sizes: dict[int, int] = {}
         self._free: dict[int, deque[Tensor]] = {}
         self._num_bytes = 0
-        self._held: list[Tensor] | None = None
+        self._deferred: list[Tensor] | None = None
 
     @contextlib.contextmanager
-    def holding(self) -> Iterator[list[Tensor]]:
+    def defer_release(self) -> Iterator[list[Tensor]]:
         """Collect buffers that are given back inside, because a stream still reads them; the caller gives them back."""
-        self._held = held = []
+        self._deferred = deferred = []
         try:
-            yield held
+            yield deferred
         finally:
-            self._held = None
+            self._deferred = None
 
-    def announce(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """Announce, before the first step, that buffers of this size will be needed."""
         key = size_class(num_bytes)
         self._sizes[key] = max(self._sizes.get(key, 0), num_bytes)
 
-    def take(self, num_bytes: int, device: torch.device) -> Tensor:
+    def acquire(self, num_bytes: int, device: torch.device) -> Tensor:
         """Return an unused buffer of at least ``num_bytes``, allocated if there is none."""
         key = size_class(num_bytes)
         free = self._free.setdefault(key, deque())
@@ -249,10 +249,10 @@ class PackedPool:
         self._num_bytes += self._sizes[key]
         return torch.zeros(self._sizes[key], dtype=torch.uint8, device=device)
 
-    def give(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         """Take a buffer back."""
-        if self._held is not None:
-            self._held.append(buffer)
+        if self._deferred is not None:
+            self._deferred.append(buffer)
             return
         self._free[size_class(buffer.numel())].appendleft(buffer)
 

@@ -6,7 +6,7 @@ advice on what to call instead. torch's tag on the operators of a call, and a sh
 ``docs/adr/0027`` has the alternatives.
 
 A call on a part has Python overhead. So optimizers, which make many calls for each parameter, see plain tensors during
-their step (:func:`uncover`, :func:`cover`), as does the engine itself.
+their step (:func:`hide_parts`, :func:`restore_parts`), as does the engine itself.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
 #: Element-wise operators without torch's tag. All names here are without leading and trailing ``_``.
-_KEEPS = frozenset({
+_ELEMENTWISE = frozenset({
     "alias", "cat", "clone", "copy", "detach", "equal", "fill", "lift_fresh", "permute", "pin_memory", "reshape_alias",
     "squeeze", "stack", "t", "to_copy", "transpose", "unsafe_view", "unsqueeze", "view", "zero",
 })  # fmt: skip
 #: Operators that read only shape and dtype of a part; the result is no part.
-_MAKES = frozenset({
+_LIKE_OPERATORS = frozenset({
     "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "new_empty",
     "new_empty_strided", "new_full", "new_ones", "new_zeros",
 })  # fmt: skip
 #: Operators that read elements by index: correct on concatenated parts, whose offsets the caller knows.
-_PLACES = frozenset({"select", "slice", "split", "split_with_sizes", "unbind"})
+_INDEXING = frozenset({"select", "slice", "split", "split_with_sizes", "unbind"})
 _NORMS = frozenset({"norm", "linalg_vector_norm", "linalg_norm", "linalg_matrix_norm"})
-_CHECKS = frozenset({"amp_foreach_non_finite_check_and_unscale"})
-_DRAWS = frozenset({"bernoulli", "exponential", "normal", "random", "uniform"})
+_SCALER_CHECKS = frozenset({"amp_foreach_non_finite_check_and_unscale"})
+_RANDOM = frozenset({"bernoulli", "exponential", "normal", "random", "uniform"})
 #: Methods that read elements without torch's dispatcher.
-_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
+_CONVERSIONS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 #: Methods that read no element and are called often.
-_FACTS = frozenset({
+_METADATA = frozenset({
     "as_subclass", "data_ptr", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point",
     "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride",
     "untyped_storage",
@@ -61,7 +61,7 @@ _FACTS = frozenset({
 })  # fmt: skip
 
 #: Context in which parts are plain tensors, for code that reduces its results over the ranks itself.
-allowed: Any = torch_private.without_torch_function
+as_plain_tensors: Any = torch_private.without_torch_function
 
 
 class Part(Tensor):
@@ -84,7 +84,7 @@ class Part(Tensor):
 
     def to_local(self) -> Tensor:
         """Return this rank's elements as a plain tensor over the same memory, as torch's ``DTensor.to_local``."""
-        with allowed():
+        with as_plain_tensors():
             return self.detach()
 
     @classmethod
@@ -97,25 +97,25 @@ class Part(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Compute element-wise functions, and refuse functions that need the other parts as well."""
-        if _covered:
+        if _hidden:
             return torch_private.as_plain(func, args, kwargs or {})
         if torch.compiler.is_compiling():
             torch_private.break_graph()
         try:
-            return _way_of(func)(func, args, kwargs or {})
+            return _handler_of(func)(func, args, kwargs or {})
         except (RuntimeError, AssertionError) as error:
             part = next((each for each in tensors_in((args, kwargs or {})) if isinstance(each, Part)), None)
             is_torchs = type(error) in (RuntimeError, AssertionError)
             if not is_torchs or part is None or not re.search("size|shape|elements|dim|embeddings", str(error)):
                 raise
-            held = f"{_what(part)} is this rank's part {list(part.shape)} here"
-            raise StateError(f"{error}: {held}.\n  {_where_it_is_whole(part)}") from error
+            what = f"{_describe(part)} is this rank's part {list(part.shape)} here"
+            raise StateError(f"{error}: {what}.\n  {_advice_outside_unit(part)}") from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        with allowed():
+        with as_plain_tensors():
             made = self.detach().clone()
             made = nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
-        _become(made, type(self))
+        _set_class(made, type(self))
         if not isinstance(self, Shard):
             vars(made)["origin"] = self.origin
         memo[id(self)] = made
@@ -153,25 +153,25 @@ class Shard(Part, nn.Parameter):
             torch_private.grad.__set__(self, value)
 
 
-def _become(tensor: Any, cls: type) -> None:
+def _set_class(tensor: Any, cls: type) -> None:
     """Change the class of a tensor object, as ``nn.parameter.UninitializedParameter`` does."""
     tensor.__class__ = cls
 
 
-def cover_shards(groups: Iterable[Group]) -> None:
+def set_shard_class(groups: Iterable[Group]) -> None:
     """Make the parameters that are parts instances of :class:`Shard`."""
     for group in groups:
         is_cut = group.placements.shards_optimizer and group.layout.size > 1
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
             if (is_cut or spec.shape != spec.logical_shape) and type(shard) is nn.Parameter:
-                _become(shard, Shard)
+                _set_class(shard, Shard)
 
 
-def uncover_shards(group: Group) -> None:
-    """Undo :func:`cover_shards`."""
+def unset_shard_class(group: Group) -> None:
+    """Undo :func:`set_shard_class`."""
     for shard in group.shards:
         if type(shard) is Shard:
-            _become(shard, nn.Parameter)
+            _set_class(shard, nn.Parameter)
 
 
 def plain_of(tensor: Tensor) -> Tensor:
@@ -181,32 +181,32 @@ def plain_of(tensor: Tensor) -> Tensor:
     return tensor.plain if tensor.plain is not None else tensor.to_local()
 
 
-def show_plain(value: object) -> None:
+def to_plain(value: object) -> None:
     """Make an optimizer's state a plain tensor, if the optimizer has computed it from parts before any step."""
     if isinstance(value, Part) and not isinstance(value, Shard):
-        _become(value, Tensor)
+        _set_class(value, Tensor)
 
 
-#: Replacements of :func:`uncover`, by optimizer: parameter, gradient, its plain tensor, and whether it was a shard.
+#: Replacements of :func:`hide_parts`, by optimizer: parameter, gradient, its plain tensor, and whether it was a shard.
 #: While it has entries, in an optimizer's step, all parts compute as plain tensors.
-_covered: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, Tensor | None, Tensor | None, bool]]] = (
+_hidden: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, Tensor | None, Tensor | None, bool]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def uncover(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's parameters and gradients plain tensors; until :func:`cover` other parts compute as such.
+def hide_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer's parameters and gradients plain tensors; other parts compute as such meanwhile.
 
     A parameter of which this rank owns no element has no gradient meanwhile, so that the optimizer skips it.
     """
-    cover(optimizer)  # if its last step raised
-    found = _covered[optimizer] = []
+    restore_parts(optimizer)  # if its last step raised
+    found = _hidden[optimizer] = []
     for settings in optimizer.param_groups:
         for parameter in settings["params"]:
             if isinstance(parameter, FlatParameter):
                 continue  # it stands for many parameters, and setting its gradient would copy
             if is_part := type(parameter) is Shard:
-                _become(parameter, nn.Parameter)
+                _set_class(parameter, nn.Parameter)
             grad = parameter.grad
             if isinstance(grad, Part):
                 plain = plain_of(grad)
@@ -221,53 +221,53 @@ def _is_elsewhere(parameter: Tensor) -> bool:
     return place is not None and place[0].layout.params[place[1]].numel > 0
 
 
-def cover(optimizer: torch.optim.Optimizer) -> None:
-    """Undo :func:`uncover`, except for gradients that have been replaced or removed."""
-    for parameter, part, plain, is_part in _covered.pop(optimizer, ()):
+def restore_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Undo :func:`hide_parts`, except for gradients that have been replaced or removed."""
+    for parameter, part, plain, is_part in _hidden.pop(optimizer, ()):
         if part is not plain and parameter.grad is plain:
             parameter.grad = part
         if is_part:
-            _become(parameter, Shard)
+            _set_class(parameter, Shard)
 
 
-class CoversAll(Observer):
-    """Undoes :func:`uncover` before the next forward, if a step has raised."""
+class RestoresParts(Observer):
+    """Undoes :func:`hide_parts` before the next forward, if a step has raised."""
 
     def forward_begins(self, engine: Engine, entry: EntryPoint) -> None:  # noqa: ARG002
-        """Call :func:`cover` for all optimizers that need it."""
-        for optimizer in [*_covered]:
-            cover(optimizer)
+        """Call :func:`restore_parts` for all optimizers that need it."""
+        for optimizer in [*_hidden]:
+            restore_parts(optimizer)
 
 
-def call_covered(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
+def call_with_parts(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
     """Call the closure of an optimizer's step, which may clip gradients, with parts instead of plain tensors."""
-    cover(optimizer)
+    restore_parts(optimizer)
     result = closure()
-    uncover(optimizer)
+    hide_parts(optimizer)
     return result
 
 
 # -- calls on parts
 
-_Way = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+_Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @functools.cache
-def _way_of(func: Callable[..., Any]) -> _Way:
+def _handler_of(func: Callable[..., Any]) -> _Handler:
     """Choose how to call a function that has parts among its arguments; this depends only on the function."""
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
         attribute = func.__self__.__name__  # pyrefly: ignore[missing-attribute] - of a property
         is_view = attribute in ("T", "H", "mT", "mH")
         return _derive if attribute in ("data", "real", "imag") else _watch if is_view else torch_private.as_plain
-    if name in _FACTS:
+    if name in _METADATA:
         return torch_private.as_plain
     if name in ("numel", "nelement"):
         return _numel
     if name in ("__getitem__", "__setitem__"):
         return _index
-    if name in _READS or func is torch.autograd.grad:
-        return _refuse if name in _READS else _differentiate
+    if name in _CONVERSIONS or func is torch.autograd.grad:
+        return _refuse if name in _CONVERSIONS else _differentiate
     is_of_c = isinstance(func, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType))
     is_kept = _bare(name) in ("copy", "zero", "fill", "detach", "clone") or torch_private.is_pointwise(_bare(name))
     return _derive if is_of_c and is_kept and "foreach" not in name else _watch
@@ -279,10 +279,10 @@ def _bare(name: str) -> str:
 
 def _numel(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Count the elements of the full parameter, as a ``DTensor`` does; of gradients and other parts, this rank's."""
-    (mark, is_gradient), held = args[0].origin, torch_private.as_plain(func, args, kwargs)
+    (mark, is_gradient), local_numel = args[0].origin, torch_private.as_plain(func, args, kwargs)
     group = mark.group if mark is not None else None
     if mark is None or group is None or is_gradient or args[0].shape != group.views[mark.index].shape:
-        return held
+        return local_numel
     return math.prod(group.layout.params[mark.index].logical_shape)
 
 
@@ -302,16 +302,16 @@ def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _index(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Index joined parts, or write by a mask of the part's shape; refuse any other indexing."""
-    held, index = args[:2]
+    part, index = args[:2]
     is_mask = func.__name__ == "__setitem__" and isinstance(index, Tensor) and index.dtype is torch.bool
-    if isinstance(held, Part) and not isinstance(held, Joined) and not (is_mask and index.shape == held.shape):
-        raise _refusal("indexing", held)
-    return (torch_private.as_plain if is_mask and isinstance(held, Part) else _watch)(func, args, kwargs)
+    if isinstance(part, Part) and not isinstance(part, Joined) and not (is_mask and index.shape == part.shape):
+        raise _refusal("indexing", part)
+    return (torch_private.as_plain if is_mask and isinstance(part, Part) else _watch)(func, args, kwargs)
 
 
 def _derive(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an element-wise function: its result is a part."""
-    with allowed():
+    with as_plain_tensors():
         parts = [each for each in (*args, *kwargs.values()) if isinstance(each, Part)]
         _check_shapes(args[0] if func.__name__.strip("_") + "_" == func.__name__ else (), parts)
         _check_shapes(result := func(*args, **kwargs), parts)
@@ -320,9 +320,9 @@ def _derive(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 def _watch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call any function, and check each operator that it dispatches."""
-    with allowed(), _Watch(args, kwargs) as watch:
+    with as_plain_tensors(), _Watch(args, kwargs) as watch:
         result = func(*args, **kwargs)
-    with allowed():
+    with as_plain_tensors():
         for each in tensors_in((result, args[:1] if func.__name__ == "__setitem__" else ())):
             if parts := [*watch.parts_in(each)]:
                 _mark(each, parts, func.__name__)
@@ -357,9 +357,9 @@ class _Watch(torch_private.TorchDispatchMode):
         parts = [*self.parts_in((args, kwargs))]
         name = func.overloadpacket.__name__
         bare = _bare(name)
-        if not parts or bare in _MAKES:
+        if not parts or bare in _LIKE_OPERATORS:
             return func(*args, **kwargs)
-        is_kept = bare in _KEEPS or (bare in _PLACES and isinstance(parts[0], Joined))
+        is_kept = bare in _ELEMENTWISE or (bare in _INDEXING and isinstance(parts[0], Joined))
         is_tagged = torch_private.is_pointwise(bare) if "foreach" in name else torch.Tag.pointwise in func.tags
         if not (is_kept or is_tagged):
             raise _refusal(bare, parts[0])
@@ -387,14 +387,14 @@ def _mark(made: Any, parts: Sequence[Part], name: str) -> Any:
     is_joined = name in ("cat", "stack", "__setitem__") or any(isinstance(part, Joined) for part in parts)
     for each, has_many in ((torch_private.base_of(made), True), (made, is_joined)):
         if type(each) is nn.Parameter and mark_of(each) is None:
-            _become(each, Shard)
+            _set_class(each, Shard)
         elif type(each) is Tensor:
-            _become(each, Joined if has_many else Part)
+            _set_class(each, Joined if has_many else Part)
             vars(each)["origin"] = None if has_many else mark, is_gradient
     return made
 
 
-def _where_it_is_whole(part: Part) -> str:
+def _advice_outside_unit(part: Part) -> str:
     """Return advice for a parameter that is used outside of its unit."""
     mark = part.origin[0]
     group, unit = mark.group if mark is not None else None, "the module that owns it"
@@ -412,7 +412,7 @@ def _where_it_is_whole(part: Part) -> str:
     )
 
 
-def _what(part: Part) -> str:
+def _describe(part: Part) -> str:
     """Describe the part for an error message."""
     mark, is_gradient = part.origin
     group = mark.group if mark is not None else None
@@ -425,13 +425,13 @@ def _what(part: Part) -> str:
 def _refusal(name: str, part: Part) -> StateError:
     """Make the error for a refused call on a part."""
     bare, is_gradient = _bare(name), part.origin[1]
-    if bare in _CHECKS:
+    if bare in _SCALER_CHECKS:
         return StateError(
             "torch.amp.GradScaler on a parallelized model: each rank would look for inf and nan in its own part of the"
             " gradients, and ranks that find none would step while others skip.\n"
             "  Use sw.GradScaler(), which takes the same arguments."
         )
-    if bare in _DRAWS:
+    if bare in _RANDOM:
         advice = "Initialise before sw.parallelize(), or inside `with sw.full_parameters(model, writeback=True):`."
     elif is_gradient and bare in _NORMS:
         advice = (
@@ -446,8 +446,8 @@ def _refusal(name: str, part: Part) -> StateError:
             " What needs rows or whole tensors belongs into an optimizer's step (sw.declare_granularity)."
         )
     else:
-        advice = _where_it_is_whole(part)
+        advice = _advice_outside_unit(part)
     return StateError(
-        f"{bare} of {_what(part)} on a parallelized model: this rank holds a part of it, so every rank would get a"
+        f"{bare} of {_describe(part)} on a parallelized model: this rank holds a part of it, so every rank would get a"
         f" different result.\n  {advice} This rank's part as a plain tensor is tensor.to_local()."
     )

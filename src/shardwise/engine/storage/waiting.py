@@ -151,7 +151,7 @@ class _StandIns:
         found: set[int] = set()
         for kind in (0, 1):
             own = [index for index, other in enumerate(kinds) if other == kind]
-            if own and own[0] in zeroed and not any(group.held[index].numel for index in own):
+            if own and own[0] in zeroed and not any(group.pieces[index].numel for index in own):
                 found |= self._hidden.keys() & own
         for index in found:
             group.shards[index].grad = None

@@ -68,7 +68,7 @@ class ExponentialMovingAverage:
         self._averages: list[tuple[weakref.ref[Group], Tensor]] = []
         for group in engine.groups:
             if group.wants_gradients:
-                group.follow_shards()
+                group.apply_user_changes()
                 self._averages.append((weakref.ref(group), _average_of(group.master)))
         self._rows = {
             name: _average_of(rows.detach().view(-1))
@@ -138,7 +138,7 @@ class ExponentialMovingAverage:
     def _weights(self, engine: Engine) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's weights that are averaged, flat, each with its average."""
         for group, average in self._pairs():
-            group.follow_shards()
+            group.apply_user_changes()
             yield group.master, average
         for rows, average in self._spread(engine).values():
             yield rows.detach().view(-1), average
@@ -174,7 +174,7 @@ class ExponentialMovingAverage:
         extents: Pairs = []
         for group, average in self._pairs():
             made.append(torch.zeros_like(average))
-            extents += pairs_of(group, group.held, made[-1], _AVERAGE)
+            extents += pairs_of(group, group.pieces, made[-1], _AVERAGE)
         for name, (rows, average) in self._spread(engine).items():
             made.append(torch.zeros_like(average))
             extents.append((extent_of(f"{_AVERAGE}{name}", made[-1], rows.shape, slice_of(rows)), made[-1]))

@@ -22,7 +22,7 @@ from shardwise.engine.group import Form, Group
 from shardwise.engine.storage.attachment import engine_around, engine_of, mark_of
 from shardwise.engine.storage.flat_parameters import group_of
 from shardwise.engine.storage.inner import Around
-from shardwise.engine.storage.part import cover_shards, uncover_shards
+from shardwise.engine.storage.part import set_shard_class, unset_shard_class
 from shardwise.engine.unit import Unit
 from shardwise.spec.errors import StateError
 from shardwise.spec.order import EntryPoint
@@ -241,8 +241,8 @@ class _ShownForm(Around):
 
     is_shown = True
 
-    def __init__(self, within: Form, whole: Tensor, mode: Whole) -> None:
-        super().__init__(within)
+    def __init__(self, inner: Form, whole: Tensor, mode: Whole) -> None:
+        super().__init__(inner)
         self._whole = whole
         self._mode = mode
 
@@ -303,7 +303,7 @@ class _Shown:
         group.form = _ShownForm(group.form, whole, mode)
         unit.shows_logical_state = True
         self.views = _views(group, whole)
-        uncover_shards(group)
+        unset_shard_class(group)
         for shard, view in zip(group.shards, self.views.values(), strict=True):
             self._grads.append(shard.grad)
             shard.grad = None
@@ -337,9 +337,9 @@ class _Shown:
             shard.grad = None
             shard.data = view
             shard.grad = grad
-        cover_shards([group])
+        set_shard_class([group])
         if isinstance(group.form, _ShownForm):
-            group.form = group.form.within
+            group.form = group.form.inner
 
 
 def _address(tensor: Tensor) -> int:

@@ -37,7 +37,7 @@ BUFFER = "buffer/"
 
 def of_group(group: Group, pieces: Iterable[Piece] | None = None) -> Holding:
     """Return this rank's ranges of a group's parameters, or only those of ``pieces``."""
-    chosen = tuple(group.held if pieces is None else pieces)
+    chosen = tuple(group.pieces if pieces is None else pieces)
     specs, dtype = group.layout.params, dtype_name(group.dtype)
     copies = group.comms.replicate if group.placements.shards_optimizer else group.comms.control
 

@@ -89,7 +89,7 @@ class Units:
     """
 
     def __init__(self, engine: Engine, buffers: Mapping[str, Tensor] | None = None) -> None:
-        engine.follow_shards()
+        engine.apply_user_changes()
         self._world = engine.comms.world
         self._holdings = _owned(engine)
         self._holdings += [of_tensor(name, each, copies=None) for name, each in (buffers or {}).items()]

@@ -115,7 +115,7 @@ class _Side(NamedTuple):
         """Return this rank's elements, out of the group's values ``flat``, and their range in the parameter."""
         if self.group is None or flat is None:
             return memory_order(self.parameter.detach()), Piece(0, 0, self.parameter.numel(), 0)
-        piece = self.group.held[self.index]
+        piece = self.group.pieces[self.index]
         return part_of(self.group, piece, flat), piece
 
 

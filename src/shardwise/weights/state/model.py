@@ -72,7 +72,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     """
     engine = engine_of(model, "sw.full_state_dict")
     engine.need_values("sw.full_state_dict()")
-    engine.follow_shards()
+    engine.apply_user_changes()
     engine.sync_buffers()
     world = engine.comms.world
     entries, tensors = _stage_entries(model, engine)
@@ -271,7 +271,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
             on all ranks, and nothing is loaded.
     """
     engine = engine_of(model, "sw.load_full_state_dict")
-    engine.follow_shards()
+    engine.apply_user_changes()
     comms = engine.comms
     buffers = persistent_buffers(model)
     sliced = sliced_parameters(engine)
@@ -423,7 +423,7 @@ def owned_extents(model: nn.Module) -> Pairs:
     """
     engine = engine_of(model, "sw.save")
     engine.need_values("sw.save()")
-    engine.follow_shards()
+    engine.apply_user_changes()
     buffers = own_buffers(model, engine)
     if engine.comms.replica:
         return []
@@ -474,7 +474,7 @@ def held_values(model: nn.Module, stored: Mapping[str, Extent] | None = None, *,
     They are the live tensors, except quantized weights and cast buffers, which ``Targets.install`` converts.
     """
     engine = engine_of(model, "sw.load")
-    engine.follow_shards()
+    engine.apply_user_changes()
     groups = [group for group in engine.groups if with_frozen or _trains(group)]
     holdings = [of_group(group) for group in groups]
     dtypes = saved_dtypes(model)
@@ -498,7 +498,7 @@ def load_ranges(model: nn.Module, read: Callable[[Pairs], None], names: Containe
     all or none of the parameters of a group must be in ``names``.
     """
     engine = engine_of(model, "sw.load")
-    engine.follow_shards()
+    engine.apply_user_changes()
     for group in engine.groups:
         if group.layout.params[0].name not in names:
             continue

@@ -67,7 +67,7 @@ class _Held:
     @classmethod
     def of_group(cls, group: Group, index: int, needed: Granularity | None) -> Self:
         """Make the piece of a parameter in a group of the engine."""
-        return cls(group.layout.params[index], group.held[index], group.views[index], needed)
+        return cls(group.layout.params[index], group.pieces[index], group.views[index], needed)
 
     @classmethod
     def alone(cls, parameter: nn.Parameter, name: str) -> Self:
@@ -336,7 +336,7 @@ class OptimizerState:
             return
         for key, dtype in stored[0].items():
             whole = self._flats[flat][key] = torch.zeros_like(flat, dtype=torch_dtype(dtype), requires_grad=False)
-            for name, part in zip(names, flat.cut(whole), strict=True):
+            for name, part in zip(names, flat.views_in(whole), strict=True):
                 self._fresh[name][key] = part
 
     def _allocate(self, held: _Held, shard: nn.Parameter, stored: Mapping[str, Extent]) -> None:
