@@ -282,7 +282,7 @@ class Probe:
     def num_healed(self) -> int:
         """Number of tensors saved for backward whose data had to be restored so far."""
         net = self._engine.extras.find(safety.SavedTensors)
-        return 0 if net is None else net.num_healed
+        return 0 if net is None else net.num_regathered
 
     @property
     def gathered_buffers(self) -> tuple[Tensor, ...]:

@@ -206,7 +206,7 @@ def test_what_goes_wrong_for_other_reasons_than_shapes_stays_what_it_was(monkeyp
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("a size of 1 GiB")
 
-    monkeypatch.setattr("shardwise.engine.storage.part._way_of", lambda _: fail)
+    monkeypatch.setattr("shardwise.engine.storage.part._handler_of", lambda _: fail)
     with pytest.raises(torch.OutOfMemoryError):
         gradient.add(1)
 

@@ -101,21 +101,21 @@ class ActivationOffload(Observer):
         self.host = HostMemory(device, pins=policy.pin_memory and is_cuda)
         self.sent_bytes = self.returned_bytes = 0
         self._least_bytes = policy.least_bytes
-        self._out = torch.cuda.Stream(device) if is_cuda else None
-        self._back = torch.cuda.Stream(device) if is_cuda else None
-        self._stays: frozenset[int] = frozenset()  # storages that are not copied: parameters
+        self._to_host = torch.cuda.Stream(device) if is_cuda else None
+        self._to_device = torch.cuda.Stream(device) if is_cuda else None
+        self._never_copied: frozenset[int] = frozenset()  # storages that are not copied: parameters
         self._checked: SavedTensors | None = None
         self._newest: _Call | None = None
-        self._follows = False  # whether the next call is in the same forward as the newest
+        self._continues_forward = False  # whether the next call is in the same forward as the newest
         self._open: _Call | None = None
-        self._by_storage: weakref.WeakValueDictionary[tuple[int, int], _Parcel] = weakref.WeakValueDictionary()
+        self._by_storage: weakref.WeakValueDictionary[tuple[int, int], _SavedStorage] = weakref.WeakValueDictionary()
 
     def forward_begins(self, engine: Engine, entry: EntryPoint) -> None:  # noqa: ARG002
         """Record the storages of parameters, which are not offloaded."""
-        held = [*(group.gathered for group in engine.groups), *ignored_of(engine).parameters.values()]
-        self._stays = frozenset(map(torch_private.storage_identity, held))
+        permanent = [*(group.gathered for group in engine.groups), *ignored_of(engine).parameters.values()]
+        self._never_copied = frozenset(map(torch_private.storage_identity, permanent))
         self._checked = engine.extras.find(SavedTensors)
-        self._follows = False
+        self._continues_forward = False
 
     # -- forward
 
@@ -126,19 +126,19 @@ class ActivationOffload(Observer):
 
     def begin(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Begin a call; returns the hooks under which it must run."""
-        call = self._open = _Call(self._newest if self._follows else None)
-        self._follows = True
+        call = self._open = _Call(self._newest if self._continues_forward else None)
+        self._continues_forward = True
         checked = self._checked
         # A tensor that is not copied passes through the hooks of SavedTensors, which ours would otherwise replace.
         inner = (checked.pack, checked.unpack) if checked is not None else (None, None)
 
         def pack(tensor: Tensor) -> Any:
             if self._is_copied(tensor):
-                return _Saved(self._parcel(tensor, call), call, tensor)
+                return _SavedTensor(self._saved_storage(tensor, call), call, tensor)
             return tensor if inner[0] is None else inner[0](tensor)
 
         def unpack(saved: Any) -> Tensor:
-            if isinstance(saved, _Saved):
+            if isinstance(saved, _SavedTensor):
                 return saved.tensor()
             return saved if inner[1] is None else inner[1](saved)
 
@@ -147,12 +147,12 @@ class ActivationOffload(Observer):
     def end(self) -> None:
         """End the call, and free on the device the storages that the call before it has saved."""
         call, self._open = self._open, None
-        if call is None or not call.has_parcels:
+        if call is None or not call.has_saved:
             return
         before, self._newest = self._newest, call
         if before is not None:
-            for parcel in before.parcels:
-                parcel.leave()
+            for saved_storage in before.saved_storages:
+                saved_storage.free_on_device()
 
     def _is_copied(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self.device:
@@ -160,28 +160,28 @@ class ActivationOffload(Observer):
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return False
         num_bytes = tensor.untyped_storage().nbytes()
-        return num_bytes >= self._least_bytes and torch_private.storage_identity(tensor) not in self._stays
+        return num_bytes >= self._least_bytes and torch_private.storage_identity(tensor) not in self._never_copied
 
-    def _parcel(self, tensor: Tensor, call: _Call) -> _Parcel:
-        """Return the parcel of a tensor's storage; the first call for a storage issues its copy to the host."""
+    def _saved_storage(self, tensor: Tensor, call: _Call) -> _SavedStorage:
+        """Return the saved storage of a tensor's storage; the first call for a storage issues its copy to the host."""
         key = torch_private.storage_identity(tensor), tensor._version  # noqa: SLF001 - as autograd checks
-        parcel = self._by_storage.get(key)
-        if parcel is None or not parcel.is_here:  # after that, another storage may have this address
-            parcel = self._by_storage[key] = _Parcel(self, tensor)
-        call.add(parcel)  # a shared parcel is freed with those of its newest call
-        return parcel
+        saved_storage = self._by_storage.get(key)
+        if saved_storage is None or not saved_storage.is_on_device:  # after that, another storage may have this address
+            saved_storage = self._by_storage[key] = _SavedStorage(self, tensor)
+        call.add(saved_storage)  # a shared one is freed with those of its newest call
+        return saved_storage
 
     # -- copies
 
-    def send(self, source: Tensor, target: Tensor, after: Any) -> Any:
+    def copy_to_host(self, source: Tensor, target: Tensor, after: Any) -> Any:
         """Copy to the host. Returns the copy's event. ``after``: event of the last copy that used the host's memory."""
         self.sent_bytes += source.nbytes
-        return self._copy(source, target, self._out, after)
+        return self._copy(source, target, self._to_host, after)
 
-    def bring(self, source: Tensor, target: Tensor, after: Any) -> Any:
+    def copy_to_device(self, source: Tensor, target: Tensor, after: Any) -> Any:
         """Copy to the device. Returns the copy's event."""
         self.returned_bytes += source.nbytes
-        return self._copy(source, target, self._back, after)
+        return self._copy(source, target, self._to_device, after)
 
     def _copy(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None, after: Any) -> Any:
         if stream is None:
@@ -194,71 +194,71 @@ class ActivationOffload(Observer):
             target.copy_(source, non_blocking=True)
             return stream.record_event()
 
-    def computing(self) -> torch.cuda.Stream | None:
+    def compute_stream(self) -> torch.cuda.Stream | None:
         """The compute stream; ``None`` on other devices than CUDA."""
-        return None if self._out is None else torch.cuda.current_stream(self.device)
+        return None if self._to_host is None else torch.cuda.current_stream(self.device)
 
 
 class _Call:
     """One call of an offloaded module, and the call before it. Saved tensors keep it alive.
 
     Attributes:
-        has_parcels: Whether the call has saved tensors.
+        has_saved: Whether the call has saved tensors.
     """
 
     def __init__(self, before: _Call | None) -> None:
         self._before = weakref.ref(before) if before is not None else None
-        self._parcels: dict[int, weakref.ref[_Parcel]] = {}
+        self._saved_storages: dict[int, weakref.ref[_SavedStorage]] = {}
         self._is_entered = False
 
     @property
-    def has_parcels(self) -> bool:
-        return bool(self._parcels)
+    def has_saved(self) -> bool:
+        return bool(self._saved_storages)
 
     @property
-    def parcels(self) -> list[_Parcel]:
-        """The parcels that backward still needs, newest first, without those that a later call has saved too."""
-        found = [parcel for ref in reversed(self._parcels.values()) if (parcel := ref()) is not None]
-        return [parcel for parcel in found if parcel.newest_call() is self]
+    def saved_storages(self) -> list[_SavedStorage]:
+        """The storages that backward still needs, newest first, without those that a later call has saved too."""
+        found = [saved for ref in reversed(self._saved_storages.values()) if (saved := ref()) is not None]
+        return [saved for saved in found if saved.newest_call() is self]
 
-    def add(self, parcel: _Parcel) -> None:
-        self._parcels[id(parcel)] = weakref.ref(parcel)
-        parcel.newest_call = weakref.ref(self)
+    def add(self, saved_storage: _SavedStorage) -> None:
+        self._saved_storages[id(saved_storage)] = weakref.ref(saved_storage)
+        saved_storage.newest_call = weakref.ref(self)
 
     def enter(self) -> None:
-        """Copy back the parcels of this call, which backward has reached, and then those of the call before it."""
+        """Copy back the storages of this call, which backward has reached, and then those of the call before it."""
         if self._is_entered:
             return
         self._is_entered = True
         before = self._before() if self._before is not None else None
         for call in (self, before):
-            for parcel in call.parcels if call is not None else ():
-                parcel.come()
+            for saved_storage in call.saved_storages if call is not None else ():
+                saved_storage.copy_back()
 
 
-class _Parcel:
+class _SavedStorage:
     """One storage: on the device, on the host, or both. Saved tensors keep it alive.
 
     Attributes:
-        is_here: Whether the storage that forward saved is still on the device.
+        is_on_device: Whether the storage that forward saved is still on the device.
         newest_call: Weak reference to the last call that has saved it.
     """
 
     def __init__(self, offload: ActivationOffload, tensor: Tensor) -> None:
         self._offload = offload
-        self._source: Tensor | None = tensor.detach()  # shares the tensor's version counter
+        self._on_device: Tensor | None = tensor.detach()  # shares the tensor's version counter
         self._version = tensor._version  # noqa: SLF001
         self._is_changed = False
         self._returned: Tensor | None = None
-        self._stream = offload.computing()
+        self._stream = offload.compute_stream()
         self.newest_call: Any = lambda: None
-        flat = _all_bytes(self._source)
-        self._host, after = offload.host.take(flat.numel())
-        self._event = self._host_event = offload.send(flat, self._host, after)
+        flat = _all_bytes(self._on_device)
+        self._host, after = offload.host.acquire(flat.numel())
+        self._event = self._host_event = offload.copy_to_host(flat, self._host, after)
 
     @property
-    def is_here(self) -> bool:
-        return self._source is not None
+    def is_on_device(self) -> bool:
+        return self._on_device is not None
 
     def _wait(self) -> None:
         """Make the compute stream wait for the copy under way."""
@@ -267,33 +267,33 @@ class _Parcel:
             self._stream.wait_event(self._event)
             self._event = None
 
-    def leave(self) -> None:
+    def free_on_device(self) -> None:
         """Free the storage on the device."""
-        if self._source is not None:
+        if self._on_device is not None:
             self._wait()
-            self._is_changed = self._source._version != self._version  # noqa: SLF001
-            self._source = None
+            self._is_changed = self._on_device._version != self._version  # noqa: SLF001
+            self._on_device = None
 
-    def come(self) -> None:
+    def copy_back(self) -> None:
         """Copy the storage back, unless it is on the device or the copy is under way."""
-        if self._source is None and self._returned is None:
-            self._stream = self._offload.computing()
+        if self._on_device is None and self._returned is None:
+            self._stream = self._offload.compute_stream()
             self._returned = torch.empty_like(self._host, device=self._offload.device)
-            self._event = self._host_event = self._offload.bring(self._host, self._returned, self._host_event)
+            self._event = self._host_event = self._offload.copy_to_device(self._host, self._returned, self._host_event)
 
     def storage(self) -> torch.UntypedStorage:
         """The storage on the device, as forward saved it."""
-        if self._source is not None:
-            self._is_changed = self._source._version != self._version  # noqa: SLF001
+        if self._on_device is not None:
+            self._is_changed = self._on_device._version != self._version  # noqa: SLF001
         if self._is_changed:
             raise StateError(
                 "a tensor that backward needs was modified by an inplace operation after it had been saved, and"
                 " offload_activations has copied it to the host meanwhile.\n"
                 "  Compute out of place; without offload_activations torch names the operation."
             )
-        if self._source is not None:
-            return self._source.untyped_storage()
-        self.come()
+        if self._on_device is not None:
+            return self._on_device.untyped_storage()
+        self.copy_back()
         self._wait()
         assert self._returned is not None
         return self._returned.untyped_storage()
@@ -301,23 +301,23 @@ class _Parcel:
     def __del__(self, is_finalizing: Any = sys.is_finalizing) -> None:
         if not is_finalizing() and hasattr(self, "_host_event"):
             self._wait()  # the copy must end before the device's memory is freed
-            self._offload.host.give(self._host, self._host_event)
+            self._offload.host.release(self._host, self._host_event)
 
 
-class _Saved:
+class _SavedTensor:
     """The object that autograd stores in place of a saved tensor."""
 
-    __slots__ = ("_call", "_dtype", "_offset", "_parcel", "_shape", "_stride")
+    __slots__ = ("_call", "_dtype", "_offset", "_saved_storage", "_shape", "_stride")
 
-    def __init__(self, parcel: _Parcel, call: _Call, tensor: Tensor) -> None:
-        self._parcel, self._call = parcel, call
+    def __init__(self, saved_storage: _SavedStorage, call: _Call, tensor: Tensor) -> None:
+        self._saved_storage, self._call = saved_storage, call
         self._dtype, self._offset = tensor.dtype, tensor.storage_offset()
         self._shape, self._stride = tensor.shape, tensor.stride()
 
     def tensor(self) -> Tensor:
         """Return the tensor on the device."""
         self._call.enter()
-        storage = self._parcel.storage()
+        storage = self._saved_storage.storage()
         with torch.no_grad():
             like = torch.empty(0, dtype=self._dtype, device=storage.device)
             return like.set_(storage, self._offset, self._shape, self._stride)
@@ -350,7 +350,7 @@ class HostMemory:
         """Bytes of all buffers, used or not."""
         return self._used_bytes + self._unused_bytes
 
-    def take(self, num_bytes: int) -> tuple[Tensor, Any]:
+    def acquire(self, num_bytes: int) -> tuple[Tensor, Any]:
         """Return a buffer, and the event of the last copy that used its memory, which must be waited for."""
         self._used_bytes += num_bytes
         self.most_used_bytes = max(self.most_used_bytes, self._used_bytes)
@@ -360,7 +360,7 @@ class HostMemory:
                 return self._unused.pop(place)
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._pins), None
 
-    def give(self, buffer: Tensor, event: Any) -> None:
+    def release(self, buffer: Tensor, event: Any) -> None:
         """Take a buffer back; frees the oldest unused ones above ``most_used_bytes``."""
         self._used_bytes -= buffer.numel()
         self._unused_bytes += buffer.numel()

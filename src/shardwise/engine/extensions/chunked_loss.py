@@ -95,8 +95,8 @@ def chunk_cross_entropy(model: nn.Module) -> nn.Module:
     """
     if not hasattr(F, "linear_cross_entropy"):
         raise StateError("chunked cross entropy needs torch 2.13.\n  Install it, or leave the option out.")
-    held: Any = model
-    plain = held.get_base_model() if hasattr(held, "get_base_model") else held
+    causal_lm: Any = model
+    plain = causal_lm.get_base_model() if hasattr(causal_lm, "get_base_model") else causal_lm
     if isinstance(plain, GPT):
         _install(plain, plain.lm_head, "targets")
         return model

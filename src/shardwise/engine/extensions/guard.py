@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from shardwise.engine.group import Group
     from shardwise.engine.unit import Member, Unit
 
-_MERGES = (
+_MERGE_ADVICE = (
     "Call it, and save what it gives, inside `with sw.full_parameters(model):`; or before sw.parallelize(), on a plain"
     " model that sw.full_state_dict(model) was loaded into."
 )
 
-_RESIZE = (
+_RESIZE_ADVICE = (
     "Resize before sw.parallelize(). For weights trained here load sw.full_state_dict(model), or a state_dict() taken"
     " inside `with sw.full_parameters(model):`, into a plain model, and resize that."
 )
@@ -47,10 +47,10 @@ _RESIZE = (
 #: Methods that make new weights from those in the modules: what to do instead, and whether ``sw.full_parameters`` is
 #: enough for them.
 _REBUILDS: dict[str, tuple[str, bool]] = {
-    "resize_token_embeddings": (_RESIZE, False),  # of transformers; the others are of peft
-    "merge_and_unload": (_MERGES, True),
-    "merge_adapter": (_MERGES, True),
-    "unmerge_adapter": (_MERGES, True),
+    "resize_token_embeddings": (_RESIZE_ADVICE, False),  # of transformers; the others are of peft
+    "merge_and_unload": (_MERGE_ADVICE, True),
+    "merge_adapter": (_MERGE_ADVICE, True),
+    "unmerge_adapter": (_MERGE_ADVICE, True),
 }
 
 
@@ -101,11 +101,11 @@ def _guard_shards(engine: Engine) -> None:
             is_trained = shard.requires_grad
             shard.requires_grad_()  # torch refuses hooks on a frozen parameter, which may be trained later
             if group.facts.holds_part:
-                taken = _refuse_on_shard(weakref.ref(group), index)
+                hook = _refuse_on_shard(weakref.ref(group), index)
             else:
-                taken = _UseOutside(group, index)
-                engine.hooks.append(Tensor.register_hook(shard, taken.begin))
-            engine.hooks.append(Tensor.register_post_accumulate_grad_hook(shard, taken))
+                hook = _UseOutside(group, index)
+                engine.hooks.append(Tensor.register_hook(shard, hook.begin))
+            engine.hooks.append(Tensor.register_post_accumulate_grad_hook(shard, hook))
             shard.requires_grad_(is_trained)
 
 
@@ -197,13 +197,13 @@ class _EntryGuard(Uncopyable):
             return
         engine.before_forward(unit, unit.members[0], self._path)
 
-        def leave(_module: nn.Module, _args: object, output: object) -> object:
+        def after_call(_module: nn.Module, _args: object, output: object) -> object:
             handle.remove()
             output = without_parameters(unit, output)
             engine.after_forward(unit, unit.members[0], output, self._path)
             return output
 
-        handle = module.register_forward_hook(leave, always_call=True)
+        handle = module.register_forward_hook(after_call, always_call=True)
 
 
 class _StateDictGuard(Uncopyable):
@@ -212,7 +212,7 @@ class _StateDictGuard(Uncopyable):
         self._name = name
 
     def _are_sharded(self) -> bool:
-        units = [unit for held in self._units if (unit := held()) is not None and not unit.shows_logical_state]
+        units = [unit for unit_ref in self._units if (unit := unit_ref()) is not None and not unit.shows_logical_state]
         return any(group.placements.shards_optimizer for unit in units for group in unit.groups)
 
     def __call__(self, module: nn.Module, *_args: object, **_kwargs: object) -> None:
@@ -286,8 +286,8 @@ class _RebuildGuard(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         root = self._root()
-        advice, works_on_wholes = _REBUILDS[self.method]
-        if root is not None and not (works_on_wholes and root.shows_logical_state):
+        advice, allows_full_parameters = _REBUILDS[self.method]
+        if root is not None and not (allows_full_parameters and root.shows_logical_state):
             raise StateError(
                 f"{self.method}() of {type(self.module).__name__}, which is parallelized: it would make new weights"
                 f" from this rank's shards.\n  {advice}"

@@ -34,9 +34,9 @@ class BufferSync(Observer):
     def __init__(self, model: nn.Module, mode: str, comm: Comm, ignored: Collection[str] = ()) -> None:
         self.is_auto = mode == "auto"
         selected = _select(model, ignored, saved_only=self.is_auto) if mode != "none" else []
-        self._held = [(torch_private.buffers_of(module), key) for module, key in selected]
-        self._holders = [weakref.ref(module) for module in dict.fromkeys(module for module, _ in selected)]
-        self.mode = ("broadcast" if self.is_auto else mode) if self._held else "none"
+        self._buffers = [(torch_private.buffers_of(module), key) for module, key in selected]
+        self._modules = [weakref.ref(module) for module in dict.fromkeys(module for module, _ in selected)]
+        self.mode = ("broadcast" if self.is_auto else mode) if self._buffers else "none"
         self.is_due = False
         self._comm = comm
         self.set_sources(range(comm.size))
@@ -48,9 +48,9 @@ class BufferSync(Observer):
         self._is_source = self._comm.rank in ranks
 
     @property
-    def has_holder_in_training(self) -> bool:
+    def has_training_module(self) -> bool:
         """Whether a module with buffers is in training mode, in which any forward may change them."""
-        return any(module.training for holder in self._holders if (module := holder()) is not None)
+        return any(module.training for module_ref in self._modules if (module := module_ref()) is not None)
 
     def forward_begins(self, engine: Engine, entry: EntryPoint) -> None:  # noqa: ARG002
         """Synchronize the buffers before an outermost forward, which every rank runs.
@@ -58,7 +58,7 @@ class BufferSync(Observer):
         Collective:
             As :meth:`sync`, if one is due, unless microbatches are being accumulated.
         """
-        if not self._held:
+        if not self._buffers:
             engine.extras.pause(self)
         elif not engine.window.is_open:
             self.begin(engine)
@@ -70,7 +70,7 @@ class BufferSync(Observer):
             As :meth:`sync`, if one is due.
         """
         self.sync()
-        self.is_due = (engine.forward.trains or self.has_holder_in_training) and bool(self._held)
+        self.is_due = (engine.forward.trains or self.has_training_module) and bool(self._buffers)
 
     def sync(self) -> None:
         """Make the buffers equal on all ranks, if that is due.
@@ -133,7 +133,7 @@ class BufferSync(Observer):
         """The present buffers, each once, as ``.data``: autograd must not count a sync as an in-place change."""
         found: dict[torch.dtype, list[Tensor]] = {}
         seen: set[int] = set()
-        for buffers, key in self._held:
+        for buffers, key in self._buffers:
             tensor = buffers.get(key)
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))

@@ -47,7 +47,7 @@ class PipelineStep(Step):
         self._last = last if synchronises else None
         self._synchronises = synchronises
         self._due: deque[Unit] = deque()  # units to reduce in the backward under way, in this order
-        self._left: set[Unit] = set()  # units that this backward has left
+        self._exited: set[Unit] = set()  # units that this backward has left
         self._reduced: set[Unit] = set()
 
     def enter(self, stage: int, microbatch: int) -> None:
@@ -59,7 +59,7 @@ class PipelineStep(Step):
         self.entry = stage_entry(stage)
         is_last = microbatch == self._last
         self.skips_hooks = self.keeps_units and microbatch > 0 and not is_last
-        self._left.clear()
+        self._exited.clear()
         self._due = self._of_stage(stage) if is_last else deque()
 
     def is_kept(self, unit: Unit) -> bool:
@@ -72,8 +72,8 @@ class PipelineStep(Step):
         Collective:
             As :meth:`Engine.reduce`, in a last backward.
         """
-        self._left.add(unit)
-        while self._due and self._due[0] in self._left:
+        self._exited.add(unit)
+        while self._due and self._due[0] in self._exited:
             ready = self._due.popleft()
             self._reduced.add(ready)
             engine.reshard(ready)
@@ -88,7 +88,7 @@ class PipelineStep(Step):
         """
         if not self._synchronises:
             return
-        self._left.clear()
+        self._exited.clear()
         self._due = self._of_stage(stage)
         for unit in tuple(self._due):
             if compute is not None:
@@ -204,14 +204,14 @@ def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
         An all-gather on ``dp_shard`` of each unit that stays gathered after forward. All ranks must call.
     """
     engine.require_idle(call)
-    if not all(unit.is_resident or not unit.reshards_after_forward or _is_whole(unit) for unit in engine.units):
+    if not all(unit.is_resident or not unit.reshards_after_forward or _has_all(unit) for unit in engine.units):
         yield
         return
     was_open = engine.window.is_open
     engine.open_window(begin)
     try:
         for unit in engine.units:
-            if unit.is_resident or not _is_whole(unit):
+            if unit.is_resident or not _has_all(unit):
                 engine.unshard(unit)
             unit.use()
         with engine.window.override(step=ConstantParameters(call)):
@@ -225,7 +225,7 @@ def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
                 engine.reshard(unit)
 
 
-def _is_whole(unit: Unit) -> bool:
+def _has_all(unit: Unit) -> bool:
     """Whether this rank's masters are the full parameters as forward uses them."""
     return all(group.facts.is_unsharded_locally and not group.form.is_shown for group in unit.groups)
 

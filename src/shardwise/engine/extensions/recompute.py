@@ -36,7 +36,7 @@ def find(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePoli
         return {}
     found = choose_modules(model, units, policy.modules, policy.every, field="activation_checkpointing")
     _context_fn(policy)
-    if policy.save and any(_attends_flexibly(module) for module in model.modules()):
+    if policy.save and any(_uses_flex_attention(module) for module in model.modules()):
         raise PlanError(
             "activation_checkpointing keeps outputs of operators, but the model attends by flex_attention, which torch"
             " compiles: watched, it would not be compiled.\n"
@@ -53,7 +53,7 @@ def find(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePoli
     return found
 
 
-def _attends_flexibly(module: nn.Module) -> bool:
+def _uses_flex_attention(module: nn.Module) -> bool:
     """Whether a module is a transformers model that uses ``flex_attention``."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None) == "flex_attention"
 
@@ -88,7 +88,7 @@ def choose_modules(
         found = {name: module for name, module in units.items() if not any(name.startswith(f"{u}.") for u in units)}
         if not found:
             raise PlanError(
-                f"{field} {_DOES[field]} units, but the model has none below its root.\n"
+                f"{field} {_VERBS[field]} units, but the model has none below its root.\n"
                 f"  Choose an auto_wrap_policy, or name modules: {field}=sw.wrap_by_class({{Block}})."
             )
     else:
@@ -98,13 +98,13 @@ def choose_modules(
             outer = enclosing(name, found)
             if outer is not None:
                 raise PlanError(
-                    f"{field} names {outer!r} and, inside it, {name!r}, {_TWICE[field]}.\n  Name one of them."
+                    f"{field} names {outer!r} and, inside it, {name!r}, {_WHY_NOT_TWICE[field]}.\n  Name one of them."
                 )
     return dict(list(found.items())[::every])
 
 
-_DOES = {"activation_checkpointing": "recomputes", "offload_activations": "offloads"}
-_TWICE = {
+_VERBS = {"activation_checkpointing": "recomputes", "offload_activations": "offloads"}
+_WHY_NOT_TWICE = {
     "activation_checkpointing": "which would be computed three times",
     "offload_activations": "whose tensors would be copied twice",
 }
@@ -113,7 +113,7 @@ _TWICE = {
 class _Recomputed(Replacement):
     def __init__(self, module: nn.Module, context_fn: _ContextFn) -> None:
         super().__init__(module)
-        self._context_fn = _Buffers(module, context_fn) if _has_buffers(module) else context_fn
+        self._context_fn = _Buffers(module, context_fn) if _has_any_buffer(module) else context_fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -127,7 +127,7 @@ class _Recomputed(Replacement):
         return checkpoint(run, kwargs, *args, use_reentrant=False, context_fn=self._context_fn)
 
 
-def _has_buffers(module: nn.Module) -> bool:
+def _has_any_buffer(module: nn.Module) -> bool:
     return any(torch_private.buffers_of(m) for m in module.modules())
 
 
@@ -137,22 +137,22 @@ def _without_caches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if caches is None or getattr(module, "_can_checkpoint_with_cache", False):
         return args, kwargs
     values = [*args, *kwargs.values()]
-    held = [value for value in values if isinstance(value, caches.Cache)]
-    if not held:
+    found = [value for value in values if isinstance(value, caches.Cache)]
+    if not found:
         return args, kwargs
-    if any(cache.get_seq_length() for cache in held):
+    if any(cache.get_seq_length() for cache in found):
         raise StateError(
             f"{type(module).__name__} is recomputed in backward, but was given a key-value cache that holds tokens.\n"
             "  Pass use_cache=False and no cache in training, or set activation_checkpointing='none'."
         )
 
-    def keep(value: Any) -> Any:
+    def without_cache(value: Any) -> Any:
         return None if isinstance(value, caches.Cache) else value
 
-    kept = {name: keep(value) for name, value in kwargs.items()}
-    if kept.get("use_cache"):
-        kept["use_cache"] = False
-    return tuple(keep(value) for value in args), kept
+    remaining = {name: without_cache(value) for name, value in kwargs.items()}
+    if remaining.get("use_cache"):
+        remaining["use_cache"] = False
+    return tuple(without_cache(value) for value in args), remaining
 
 
 class _Buffers:
@@ -175,16 +175,16 @@ class _Buffers:
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Make the contexts of a call and of its recomputation."""
-        forward, again = self._context_fn()
-        found: list[_Found] = []
-        return self._watching(forward, found), _Returning(again, found)
+        forward, recomputation = self._context_fn()
+        found: list[_Snapshot] = []
+        return self._recording(forward, found), _RestoreBuffers(recomputation, found)
 
     @contextlib.contextmanager
-    def _watching(self, inner: AbstractContextManager[Any], found: list[_Found]) -> Iterator[None]:
+    def _recording(self, inner: AbstractContextManager[Any], found: list[_Snapshot]) -> Iterator[None]:
         mode = getattr(self._module(), "training", True)
         is_first, known = mode not in self._written, self._written.get(mode, self._counted)
-        held = {
-            (index, name): _Found(
+        snapshots = {
+            (index, name): _Snapshot(
                 holder, name, buffer, is_copied=(index, name) in known or _is_small(buffer, is_first=is_first)
             )
             for index, holder in enumerate(self._holders)
@@ -193,10 +193,12 @@ class _Buffers:
         with inner:
             yield
         for index, holder in enumerate(self._holders):
-            held |= {(index, name): _Found(holder, name, _ABSENT) for name in holder if (index, name) not in held}
-        written = {place for place, at in held.items() if at.is_written(compares=is_first)} | known
+            snapshots |= {
+                (index, name): _Snapshot(holder, name, _ABSENT) for name in holder if (index, name) not in snapshots
+            }
+        written = {place for place, at in snapshots.items() if at.is_written(compares=is_first)} | known
         self._written[mode] = written
-        found.extend(at for place, at in held.items() if place in written)
+        found.extend(at for place, at in snapshots.items() if place in written)
 
 
 def _is_small(buffer: Tensor | None, *, is_first: bool) -> bool:
@@ -209,7 +211,7 @@ def _is_small(buffer: Tensor | None, *, is_first: bool) -> bool:
 _ABSENT = object()
 
 
-class _Found:
+class _Snapshot:
     """A buffer's entry in its module as a call found it: a tensor and its content, ``None``, or absent."""
 
     def __init__(self, holder: dict[str, Tensor | None], name: str, buffer: Any, *, is_copied: bool = False) -> None:
@@ -233,7 +235,7 @@ class _Found:
             return True
         return compares and not (self.content is None or self.buffer.is_meta or torch.equal(self.content, self.buffer))
 
-    def put(self) -> None:
+    def restore(self) -> None:
         """Put the buffer back, with its content."""
         if self.buffer is _ABSENT:
             self.holder.pop(self.name, None)
@@ -244,20 +246,20 @@ class _Found:
                 self.buffer.copy_(self.content)
 
 
-class _Returning(contextlib.ExitStack):
+class _RestoreBuffers(contextlib.ExitStack):
     """Context of a recomputation, maybe one of several: installs its call's buffers, then restores the present ones."""
 
-    def __init__(self, inner: AbstractContextManager[Any], found: Sequence[_Found]) -> None:
+    def __init__(self, inner: AbstractContextManager[Any], found: Sequence[_Snapshot]) -> None:
         super().__init__()
         self._inner, self._found = inner, found
 
     def __enter__(self) -> Self:
-        in_place = {id(held.buffer) for held in self._found if held.content is not None}
-        for held in self._found:
-            buffer = held.holder.get(held.name, _ABSENT)
-            self.callback(_Found(held.holder, held.name, buffer, is_copied=id(buffer) in in_place).put)
-        for held in self._found:
-            held.put()
+        in_place = {id(each.buffer) for each in self._found if each.content is not None}
+        for each in self._found:
+            buffer = each.holder.get(each.name, _ABSENT)
+            self.callback(_Snapshot(each.holder, each.name, buffer, is_copied=id(buffer) in in_place).restore)
+        for each in self._found:
+            each.restore()
         self.enter_context(self._inner)
         return self
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import torch_private
-from shardwise.engine import engine as heart
+from shardwise.engine import engine as engine_module
 from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
@@ -34,18 +34,18 @@ from shardwise.spec.order import EntryPoint
 @contextlib.contextmanager
 def checks(*, is_enabled: bool = True) -> Iterator[None]:
     """Fill buffers with NaN before each gather, and check saved tensors in every step, inside the context. Slow."""
-    before, heart.is_checking = heart.is_checking, is_enabled
+    before, engine_module.is_checking = engine_module.is_checking, is_enabled
     try:
         yield
     finally:
-        heart.is_checking = before
+        engine_module.is_checking = before
 
 
 class SavedTensors(Observer):
     """Gathers a released unit when autograd reads a tensor that it saved of the unit's parameters.
 
     Attributes:
-        num_healed: Number of such reads so far.
+        num_regathered: Number of such reads so far.
         pack, unpack: The installed saved-tensor hooks; ``None`` while no forward is watched.
     """
 
@@ -53,14 +53,14 @@ class SavedTensors(Observer):
         self._context: torch.autograd.graph.saved_tensors_hooks | None = None
         self._changes_seen = -1
         self._is_settled = False
-        self.num_healed = 0
+        self.num_regathered = 0
         self.pack: Callable[[Tensor], Any] | None = None
         self.unpack: Callable[[Any], Tensor] | None = None
 
     @property
     def _is_on(self) -> bool:
         """Whether the next forward that trains is watched."""
-        return heart.is_checking or self.num_healed > 0 or not self._is_settled
+        return engine_module.is_checking or self.num_regathered > 0 or not self._is_settled
 
     def forward_begins(self, engine: Engine, entry: EntryPoint) -> None:  # noqa: ARG002
         """Install the hooks if they are on, and always in the first forward through an entry of the model."""
@@ -77,7 +77,7 @@ class SavedTensors(Observer):
         }
         if not owners:
             return
-        me, engine_ref = weakref.ref(self), weakref.ref(engine)
+        self_ref, engine_ref = weakref.ref(self), weakref.ref(engine)
 
         def pack(tensor: Tensor) -> Tensor | tuple[Tensor, weakref.ref[Group]]:
             group_ref = owners.get(torch_private.storage_identity(tensor))
@@ -87,9 +87,9 @@ class SavedTensors(Observer):
             if isinstance(packed, Tensor):
                 return packed
             tensor, group_ref = packed
-            net, engine, group = me(), engine_ref(), group_ref()
-            if net is not None and engine is not None and group is not None:
-                net.check(engine, group)
+            observer, engine, group = self_ref(), engine_ref(), group_ref()
+            if observer is not None and engine is not None and group is not None:
+                observer.check(engine, group)
             return tensor
 
         self.pack, self.unpack = pack, unpack
@@ -116,7 +116,7 @@ class SavedTensors(Observer):
             return
         if torch_private.current_backward() == -1:
             raise StateError(f"saved tensors of unit {group.unit.name!r} can be read only inside backward().")
-        self.num_healed += 1
+        self.num_regathered += 1
         engine.extras.resume_all()
         engine.regather(group.unit)
 
@@ -152,12 +152,15 @@ class LostWrites(Observer):
         if engine.forward.num_frames or sys.exception() is not engine.forward.handled_exception:
             return
         for group, versions in zip(engine.groups, before, strict=False):
-            home, is_lost = torch_private.storage_identity(group.gathered), group.is_copied or not group.is_permanent
+            memory, is_lost = (
+                torch_private.storage_identity(group.gathered),
+                group.is_copied or not group.is_permanent,
+            )
             for spec, full, old, new in zip(
                 group.layout.params, group.unsharded, versions, _versions_of(group), strict=True
             ):
                 is_written = new != old and spec.name not in self._set_to_themselves
-                if torch_private.storage_identity(full) != home or (is_lost and is_written):
+                if torch_private.storage_identity(full) != memory or (is_lost and is_written):
                     engine.leave_frames()  # peers that negotiate the forward then raise too
                     engine.extras.resume_all()
                     raise StateError(

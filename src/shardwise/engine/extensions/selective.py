@@ -84,8 +84,8 @@ _NAMES = (
     "scaled_dot_product_attention",
     "multi_head_attention_forward",
 )
-_HOMES = (torch, Tensor, F, torch.linalg)
-_FUNCTIONS = {getattr(home, name) for home in _HOMES for name in _NAMES if hasattr(home, name)}
+_NAMESPACES = (torch, Tensor, F, torch.linalg)
+_FUNCTIONS = {getattr(namespace, name) for namespace in _NAMESPACES for name in _NAMES if hasattr(namespace, name)}
 
 #: Linear layers among them: functions that return a single product and save only their arguments for backward.
 _LINEAR = {F.linear, torch.addmm}
@@ -102,10 +102,10 @@ _UNCOUNTED = {
 }
 
 #: Names of the dropout probability among the arguments of operators.
-_RATES = {"dropout_p", "p_dropout", "dropout", "dropout_rate", "dropout_prob"}
+_DROPOUT_RATES = {"dropout_p", "p_dropout", "dropout", "dropout_rate", "dropout_prob"}
 
 
-def contexts(saved: Iterable[str]) -> Callable[[], tuple[_Forward, _Again]]:
+def contexts(saved: Iterable[str]) -> Callable[[], tuple[_Forward, _Recomputation]]:
     """Make the ``context_fn`` of ``torch.utils.checkpoint.checkpoint``.
 
     Args:
@@ -119,10 +119,10 @@ def contexts(saved: Iterable[str]) -> Callable[[], tuple[_Forward, _Again]]:
     is_anywhere = not names <= set(_FAMILIES)  # any function may compute an operator given by name
     has_linear = "matmul" in names
 
-    def make() -> tuple[_Forward, _Again]:
+    def make() -> tuple[_Forward, _Recomputation]:
         calls: list[_Linear | _Call] = []
         where = {"is_anywhere": is_anywhere, "has_linear": has_linear}
-        return _Forward(chosen, calls, **where), _Again(chosen, calls, **where)
+        return _Forward(chosen, calls, **where), _Recomputation(chosen, calls, **where)
 
     return make
 
@@ -156,7 +156,7 @@ class _Call(NamedTuple):
     watched: list[tuple[Tensor, int]]
 
     @property
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether there are outputs, and none has been changed in place."""
         return bool(self.outputs) and all(torch_private.version_of(each) == version for each, version in self.watched)
 
@@ -236,13 +236,13 @@ class _Forward(_Mode):
 
     def __enter__(self) -> Self:
         self._is_forward = True
-        self._begun = torch_private.num_collectives(), stall.num_issued()
+        self._counts_before = torch_private.num_collectives(), stall.num_issued()
         return super().__enter__()
 
     def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         self._is_forward = False
         super().__exit__(exc_type, exc_val, exc_tb)
-        of_others, ours = self._begun
+        of_others, ours = self._counts_before
         if torch_private.num_collectives() != of_others and stall.num_issued() == ours:
             self._drop()
 
@@ -254,24 +254,24 @@ class _Forward(_Mode):
         return output
 
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _Keep(self._chosen) as keeping:
+        with _RecordOutputs(self._chosen) as recorded:
             output = function(*args, **kwargs)
-        memory = _memory(keeping.outputs)
+        memory = _memory(recorded.outputs)
         found = [each for each in tree_leaves(output) if memory & _memory(each)] if memory else ()
         watched = [(part.detach(), torch_private.version_of(part)) for each in found for part in _parts(each)]
-        self._calls.append(_Call(keeping.outputs, watched))
+        self._calls.append(_Call(recorded.outputs, watched))
         return output
 
 
-class _Again(_Mode):
+class _Recomputation(_Mode):
     """Context of a recomputation, which calls the same functions in the same order and gets the kept outputs."""
 
     def __enter__(self) -> Self:
-        self._ahead = iter(self._calls)
+        self._remaining = iter(self._calls)
         return super().__enter__()
 
     def _next(self, kind: type[_T]) -> _T:
-        call = next(self._ahead, None)
+        call = next(self._remaining, None)
         if isinstance(call, kind):
             return call
         raise StateError(
@@ -291,12 +291,12 @@ class _Again(_Mode):
 
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._next(_Call)
-        outputs = call.outputs[::-1] if call.is_whole else []
+        outputs = call.outputs[::-1] if call.is_intact else []
         call.outputs.clear()
         call.watched.clear()
         if not outputs:
             return function(*args, **kwargs)
-        with _Give(self._chosen, outputs):
+        with _ReplayOutputs(self._chosen, outputs):
             return function(*args, **kwargs)
 
 
@@ -332,11 +332,11 @@ class _Saving:
         if isinstance(packed, Tensor):
             return packed
         self._mode.differentiated()
-        held, size, stride = packed
-        return self._unpack(held).as_strided(size, stride)
+        handle, size, stride = packed
+        return self._unpack(handle).as_strided(size, stride)
 
 
-class _Keep(TorchDispatchMode):
+class _RecordOutputs(TorchDispatchMode):
     """Keeps the outputs of chosen operators, except those that later operators change in place."""
 
     def __init__(self, chosen: frozenset[Any]) -> None:
@@ -346,16 +346,16 @@ class _Keep(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func in self._chosen and not _draws(func, args, kwargs or {}):
+        if func in self._chosen and not _is_random(func, args, kwargs or {}):
             self.outputs.append(tree_map_only(Tensor, Tensor.detach, output))
         elif _written_by(func):
-            given = _given(func, args, kwargs or {})
-            memory = _memory([given.get(name) for name in _written_by(func)])
+            arguments = _arguments_of(func, args, kwargs or {})
+            memory = _memory([arguments.get(name) for name in _written_by(func)])
             self.outputs = [None if memory & _memory(each) else each for each in self.outputs]
         return output
 
 
-class _Give(TorchDispatchMode):
+class _ReplayOutputs(TorchDispatchMode):
     """Returns kept outputs in place of calling chosen operators; ``outputs`` is in reverse order."""
 
     def __init__(self, chosen: frozenset[Any], outputs: list[Any]) -> None:
@@ -364,7 +364,7 @@ class _Give(TorchDispatchMode):
         self._outputs = outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kept = self._outputs.pop() if func in self._chosen and not _draws(func, args, kwargs or {}) else None
+        kept = self._outputs.pop() if func in self._chosen and not _is_random(func, args, kwargs or {}) else None
         return func(*args, **(kwargs or {})) if kept is None else kept
 
 
@@ -393,20 +393,20 @@ def _written_by(operator: Any) -> tuple[str, ...]:
     return tuple(name for name, _, is_written in torch_private.schema_of(operator)[1] if is_written)
 
 
-def _given(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name."""
     names = [name for name, *_ in torch_private.schema_of(operator)[1]]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _is_random(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call draws random numbers, as attention with dropout does.
 
     If a recomputation skipped it, the next operator would draw its random numbers: different masks, and silently wrong
     gradients.
     """
-    given = _given(operator, args, kwargs)
-    rates = [given.get(name, 0.0) for name, *_ in torch_private.schema_of(operator)[1] if name in _RATES]
+    arguments = _arguments_of(operator, args, kwargs)
+    rates = [arguments.get(name, 0.0) for name, *_ in torch_private.schema_of(operator)[1] if name in _DROPOUT_RATES]
     if rates:  # custom operators rarely have the tag
         return any(isinstance(rate, float) and rate > 0 for rate in rates)
     return torch.Tag.nondeterministic_seeded in operator.tags

@@ -123,10 +123,10 @@ def _by_size(model: nn.Module, policy: WrapBySize) -> dict[str, nn.Module]:
             return {}
         return free
 
-    left = free_parameters(model, "")
-    if not found and sum(left.values()) < policy.min_num_params:
+    remaining = free_parameters(model, "")
+    if not found and sum(remaining.values()) < policy.min_num_params:
         raise PlanError(
-            f"{policy} finds no unit: {type(model).__name__} has {sum(left.values())} parameters in all.\n"
+            f"{policy} finds no unit: {type(model).__name__} has {sum(remaining.values())} parameters in all.\n"
             "  Choose a smaller size, or auto_wrap_policy='none'."
         )
     return {name: module for name, module in _candidates(model).items() if name in found}
@@ -257,11 +257,11 @@ def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool 
                 f"parameter {name!r} has shape {list(parameter.shape)} with strides {list(parameter.stride())}: a view"
                 " with holes or overlaps.\n  Replace it by nn.Parameter(p.detach().contiguous())."
             )
-        held = slice_of(parameter)
-        if held is not None and held.local_shape != tuple(parameter.shape):
+        existing_slice = slice_of(parameter)
+        if existing_slice is not None and existing_slice.local_shape != tuple(parameter.shape):
             raise StateError(
                 f"parameter {name!r} has shape {list(parameter.shape)}, but is marked as the part of shape"
-                f" {list(held.local_shape)} of a tensor of shape {list(held.shape)}.\n"
+                f" {list(existing_slice.local_shape)} of a tensor of shape {list(existing_slice.shape)}.\n"
                 "  Mark it with the ranges that it holds (spec.slice.set_slice)."
             )
         if parameter.grad is not None:
@@ -323,12 +323,12 @@ def _refuse_kind(name: str, parameter: nn.Parameter) -> NoReturn:
 
 def kind_of(entry: OwnedParameter, policies: Policies, quantization: Quantization) -> Kind:
     """The key that a parameter must share with the others of its group."""
-    held = slice_of(entry.parameter)
+    existing_slice = slice_of(entry.parameter)
     return Kind(
         dtypes=policies.group_dtypes(entry.parameter, entry.uses),
         is_trainable=entry.parameter.requires_grad,
         frozen_as=quantization.frozen if is_quantizable(entry.parameter, entry.uses, quantization.frozen) else "none",
-        is_expert=held is not None and held.is_expert,
+        is_expert=existing_slice is not None and existing_slice.is_expert,
     )
 
 
