@@ -48,8 +48,8 @@ from shardwise.spec.text import printable
 from shardwise.weights.state import model as states
 from shardwise.weights.state.average import ExponentialMovingAverage
 from shardwise.weights.state.extents import Pairs
-from shardwise.weights.state.held import count_holders, ignored_extents, stored_names, written_names
 from shardwise.weights.state.optimizer import OptimizerState, optimizer_extents, optimizer_scalars
+from shardwise.weights.state.stored_ranges import count_holders, ignored_extents, stored_names, written_names
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -460,7 +460,7 @@ class _Targets:
                 f"checkpoint {checkpoint.path} leaves out frozen parameters, and those of this model have no values.\n"
                 "  Build the model with the values of its base, as it was when it was saved."
             )
-        held = states.held_values(model, stored, with_frozen=not leaves_frozen)
+        held = states.load_targets(model, stored, with_frozen=not leaves_frozen)
         ignored = stored_names(ignored_of(engine), engine.comms, holders, stored)
         self.extents += held.extents + ignored_extents(ignored)
         self.installs += [held.install, unpack_extra_state(model, checkpoint.data.get(_EXTRA, {}))]

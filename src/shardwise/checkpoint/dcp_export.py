@@ -27,7 +27,7 @@ from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.spec.extent import Extent
 from shardwise.spec.text import printable
 from shardwise.weights.state.extents import empty
-from shardwise.weights.state.held import BUFFER
+from shardwise.weights.state.stored_ranges import BUFFER
 
 _OPTIMIZER = "optimizer/"
 #: Prefixes of names that torch's checkpoints do not have: averages, and ranks' separate state and parameters.

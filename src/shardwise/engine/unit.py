@@ -221,7 +221,7 @@ class Unit:
         is_resident: Whether its parameters are replicated and never released.
         all_use_unsharded: Whether all members hold the full parameters.
         shows_logical_state: Whether the modules hold full tensors, so that ``state_dict()`` is correct.
-        whole: State of ``sw.full_parameters`` for the unit; ``None`` outside of it.
+        shown_mode: State of ``sw.full_parameters`` for the unit; ``None`` outside of it.
         is_unused: Whether no call has run since the unit was gathered, or since its gather was issued.
         version: ``Engine.version`` when its parameters changed last.
         updated_in: Number of the backward in which its parameters were updated.
@@ -247,7 +247,7 @@ class Unit:
         self.handles: list[Handle] = []
         self.calls = CallCounts()
         self.shows_logical_state = False
-        self.whole: Any = None
+        self.shown_mode: Any = None
         self.is_unused = False
         self.version = 0
         self.updated_in = self.regathered_in = -1

@@ -127,7 +127,7 @@ def _check_moment(engine: Engine, *, has_closure: bool) -> None:
 
     With a closure, the closure's backward may reduce these sums; if it does not, reading a gradient raises.
     """
-    if any(unit.whole is not None for unit in engine.units):
+    if any(unit.shown_mode is not None for unit in engine.units):
         raise StateError(
             "optimizer.step() inside sw.full_parameters(): the optimizer's state is of shards.\n  Step outside of it."
         )

@@ -45,7 +45,7 @@ from shardwise.spec.order import units_in
 from shardwise.spec.placement import Placements
 from shardwise.spec.slice import Slice
 from shardwise.spec.traffic.data import Collective
-from shardwise.weights.state.model import held_values, owned_extents
+from shardwise.weights.state.model import load_targets, owned_extents
 from shardwise.weights.state.optimizer import optimizer_extents
 
 #: Inside ``with checks():`` released memory is filled with NaN, and saved tensors are checked in every step. Slow.
@@ -245,7 +245,7 @@ class Probe:
 
     def extents(self) -> list[tuple[Extent, Tensor]]:
         """Extents in the plain model of this rank's parameters and buffers, with live views."""
-        return held_values(self._model).extents
+        return load_targets(self._model).extents
 
     def owned_extents(self, *optimizers: torch.optim.Optimizer) -> list[tuple[Extent, Tensor]]:
         """This rank's part of a checkpoint. Every element is in exactly one rank's part.

@@ -26,7 +26,7 @@ from shardwise.train.load import TrainedModel
 from shardwise.train.model.build import defer_model
 from shardwise.train.model.pretrained import CLASSES
 from shardwise.weights.state.extents import empty
-from shardwise.weights.state.held import BUFFER, persistent_buffers
+from shardwise.weights.state.stored_ranges import BUFFER, persistent_buffers
 
 _GENERATION = "generation_config.json"
 

@@ -436,8 +436,8 @@ def test_an_operator_that_draws_is_computed_again_so_that_the_next_draws_the_sam
 def test_attention_is_kept_where_it_drops_nothing():
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
     x = torch.zeros(1, 1, 1, 1)
-    draws = [selective._draws(flash, (x, x, x, dropout_p, True), {}) for dropout_p in (0.0, 0.1)]
-    draws += [selective._draws(flash, (x, x, x), {}), selective._draws(flash, (x, x, x), {"dropout_p": 0.1})]
+    draws = [selective._is_random(flash, (x, x, x, dropout_p, True), {}) for dropout_p in (0.0, 0.1)]
+    draws += [selective._is_random(flash, (x, x, x), {}), selective._is_random(flash, (x, x, x), {"dropout_p": 0.1})]
     assert draws == [False, True, False, True]
 
 
@@ -453,7 +453,7 @@ def test_an_operator_of_others_that_drops_is_computed_again():
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output),
     )
     operator, x = torch.ops.shardwise_tests.attend.default, torch.ones(2)
-    assert [selective._draws(operator, (x, rate), {}) for rate in (0.0, 0.2)] == [False, True]
+    assert [selective._is_random(operator, (x, rate), {}) for rate in (0.0, 0.2)] == [False, True]
 
 
 KINDS = ("gpt2", "llama", "t5")

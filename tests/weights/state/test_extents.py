@@ -11,7 +11,7 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import Cut, Slice, simplest
-from shardwise.weights.state.extents import Holding, gather, refuse_gaps, scatter, survey
+from shardwise.weights.state.extents import StoredRanges, gather, gather_metadata, refuse_gaps, scatter
 from tests.checkpoint.threads import run_in_threads
 
 
@@ -40,10 +40,10 @@ def memory(value: Tensor, cuts: tuple[Cut, ...] = ()) -> Tensor:
     return (found if value.is_contiguous() else found.t().contiguous()).reshape(-1)
 
 
-def holding(extents: list[Extent], parts: list[Tensor], log: list[str], copies=None) -> Holding:
+def holding(extents: list[Extent], parts: list[Tensor], log: list[str], copies=None) -> StoredRanges:
     """Parts in one piece of memory for each dtype alone: here one part each."""
     (extent,), (part,) = extents, parts
-    return Holding(extent.name, (extent,), lambda: (part, [part]), lambda _: log.append(extent.name), copies)
+    return StoredRanges(extent.name, (extent,), lambda: (part, [part]), lambda _: log.append(extent.name), copies)
 
 
 @settings(max_examples=25, deadline=None)
@@ -69,16 +69,16 @@ def test_any_cuts_make_the_whole_and_are_filled_from_it(data):
         parts = [memory(old[name], cuts)[start:stop].clone() for name, start, stop, cuts in pieces]
         extents = [extent_of(name, old[name], start, stop, cuts) for name, start, stop, cuts in pieces]
         log: list[str] = []
-        held = [holding([extent], [part], log) for extent, part in zip(extents, parts, strict=True)]
-        reports, answer = survey(comm, held, lambda reports: [refuse_gaps(reports), len(reports)])
+        stored = [holding([extent], [part], log) for extent, part in zip(extents, parts, strict=True)]
+        metadata, answer = gather_metadata(comm, stored, lambda metadata: [refuse_gaps(metadata), len(metadata)])
         assert answer == [None, size]
-        whole = gather(comm, held, reports)
+        whole = gather(comm, stored, metadata)
         assert whole.keys() == (old.keys() if comm.rank == 0 else set())
         for name, value in whole.items():
             assert torch.equal(value, old[name])
             assert (value.dtype, value.stride()) == (old[name].dtype, old[name].stride()), name
         present = set(new) - {"half"}
-        scatter(comm, held, reports, new if comm.rank == 0 else {}, present)
+        scatter(comm, stored, metadata, new if comm.rank == 0 else {}, present)
         for part, (name, start, stop, cuts) in zip(parts, pieces, strict=True):
             assert torch.equal(part, memory((new if name in present else old)[name], cuts)[start:stop]), name
         assert "half" not in log
@@ -91,11 +91,11 @@ def test_copies_are_gathered_once_and_filled_by_a_broadcast():
 
     def body(comm):
         part = whole.clone()
-        held = [holding([extent_of("w", whole, 0, 6)], [part], [], copies=comm)]
-        reports, _ = survey(comm, held, refuse_gaps)
-        gather(comm, held, reports)
+        stored = [holding([extent_of("w", whole, 0, 6)], [part], [], copies=comm)]
+        metadata, _ = gather_metadata(comm, stored, refuse_gaps)
+        gather(comm, stored, metadata)
         before = comm.received_bytes
-        scatter(comm, held, reports, {"w": whole + 1} if comm.rank == 0 else {}, ["w"])
+        scatter(comm, stored, metadata, {"w": whole + 1} if comm.rank == 0 else {}, ["w"])
         assert torch.equal(part, whole + 1)
         return comm.received_bytes - before
 
@@ -107,8 +107,8 @@ def test_what_is_no_whole_is_refused_on_every_rank():
         shape = (4,) if comm.rank < 2 else (5,)
         start = 2 * comm.rank
         extents = [Extent("a", (6,), "fp32", start, start + 1 + comm.rank % 2), Extent("b", shape, "fp32", 0, 0)]
-        held = [holding([extent], [torch.zeros(extent.numel)], []) for extent in extents]
-        survey(comm, held, refuse_gaps)
+        stored = [holding([extent], [torch.zeros(extent.numel)], []) for extent in extents]
+        gather_metadata(comm, stored, refuse_gaps)
 
     outcome = run_in_threads(body, 3)
     assert {type(error) for error in outcome} == {StateError}

@@ -106,7 +106,7 @@ def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine
             advice = "Pass the whole model, which sw.parallelize() has returned."
         raise StateError(f"{call} got a {type(module).__name__} that {what}.\n  {advice}")
     engine = attachment.engine
-    if on_shards and any(unit.whole is not None for unit in engine.units):
+    if on_shards and any(unit.shown_mode is not None for unit in engine.units):
         raise StateError(
             f"{call} works on shards, but sw.full_parameters() shows whole parameters now.\n"
             "  Call it outside; inside, use module.state_dict() and the parameters themselves."

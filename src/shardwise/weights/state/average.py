@@ -19,7 +19,7 @@ from shardwise.engine.storage.optimizer import engines_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.slice import slice_of
 from shardwise.weights.state.extents import Pairs
-from shardwise.weights.state.held import extent_of, owned_pieces, pairs_of
+from shardwise.weights.state.stored_ranges import extent_of, owned_pieces, pairs_of
 
 #: Prefix of the names of averages in checkpoints.
 _AVERAGE = "average/"

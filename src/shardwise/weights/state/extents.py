@@ -1,10 +1,10 @@
 """Gathers logical tensors on rank 0, and scatters them from there, as ranges of elements (``spec.extent``).
 
-There is one gather and one scatter. A rank describes its stored ranges as a list of :class:`Holding`. Rank 0 receives
-the ranges of all ranks as JSON (:func:`survey`), so that both sides know each message before it is sent::
+There is one gather and one scatter. A rank describes what it stores as a list of :class:`StoredRanges`. Rank 0 receives
+the ranges of all ranks as JSON (:func:`gather_metadata`), so that both sides know each message before it is sent::
 
     gather     every rank  -- each range that it owns -->  rank 0, which copies it into the full tensor
-    scatter    rank 0      -- each range of a holding -->  the first rank that has it  -- broadcast -->  its copies
+    scatter    rank 0      -- each stored range    -->  the first rank that has it  -- broadcast -->  its copies
 
 Slices of tensor and expert parallelism, stages of a pipeline, shards, replicas, buffers and ignored parameters differ
 only in their extents and in the ranks that have copies.
@@ -34,7 +34,7 @@ Pairs = list[tuple[Extent, Tensor]]
 
 
 @dataclass(frozen=True)
-class Holding:
+class StoredRanges:
     """Ranges that one rank stores in one piece of memory: those of a unit's group, a buffer, a slice of a parameter."""
 
     unit: str  # name of the messages in recorded collectives
@@ -52,86 +52,86 @@ class Holding:
 
 
 class Targets:
-    """The memory of holdings, to be filled from any source."""
+    """The memory of stored ranges, to be filled from any source."""
 
-    def __init__(self, holdings: Sequence[Holding]) -> None:
+    def __init__(self, stored: Sequence[StoredRanges]) -> None:
         self.extents: Pairs = []  # every range with its part of the memory
-        self._fetched: list[tuple[Holding, Tensor]] = []
-        for holding in holdings:
-            flat, views = holding.fetch()
-            self._fetched.append((holding, flat))
-            self.extents += zip(holding.extents, views, strict=True)
+        self._fetched: list[tuple[StoredRanges, Tensor]] = []
+        for ranges in stored:
+            flat, views = ranges.fetch()
+            self._fetched.append((ranges, flat))
+            self.extents += zip(ranges.extents, views, strict=True)
 
     @torch.no_grad()
     def install(self) -> None:
-        """Store the memory, which has been filled, in the holdings."""
-        for holding, flat in self._fetched:
-            holding.store(flat)
+        """Store the memory, which has been filled, as the values of the ranges."""
+        for ranges, flat in self._fetched:
+            ranges.store(flat)
 
 
 # -- the ranges of all ranks, on rank 0
 
 
 @dataclass(frozen=True)
-class Report:
-    """The report of one rank in a survey."""
+class RankMetadata:
+    """The ranges that one rank stores, as rank 0 receives them."""
 
-    #: The unit and the ranges of each holding; no ranges if the rank is not the first of those with copies.
-    holdings: list[tuple[str, list[Extent]]]
-    more: Any  # the caller's addition, a JSON value
+    #: By piece of memory, its unit and its ranges; no ranges if the rank is not the first of those with copies.
+    stored: list[tuple[str, list[Extent]]]
+    extra: Any  # the caller's addition, a JSON value
 
     @property
     def extents(self) -> Iterator[Extent]:
         """All ranges."""
-        for _, extents in self.holdings:
+        for _, extents in self.stored:
             yield from extents
 
 
-def survey(
-    comm: Comm, holdings: Sequence[Holding], judge: Callable[[list[Report]], Any], more: Any = None
-) -> tuple[list[Report], Any]:
-    """Gather the reports of all ranks on rank 0, and broadcast the result of ``judge`` there.
+def gather_metadata(
+    comm: Comm, stored: Sequence[StoredRanges], check: Callable[[list[RankMetadata]], Any], extra: Any = None
+) -> tuple[list[RankMetadata], Any]:
+    """Gather the metadata of all ranks on rank 0, and broadcast the result of ``check`` there.
 
-    A ``StateError`` of ``judge`` is raised on all ranks. ``more`` is this rank's addition to its report, a JSON value.
+    A ``StateError`` of ``check`` is raised on all ranks. ``extra``, a JSON value, is sent along.
 
     Returns:
-        The reports by rank (on rank 0, else ``[]``), and the result of ``judge``.
+        The metadata by rank (on rank 0, else ``[]``), and the result of ``check``.
 
     Collective:
         A gather of JSON to rank 0, about 100 bytes for each range, and a broadcast of the result. All ranks must call.
     """
-    own = [[each.unit, [packed(extent) for extent in each.extents] if each.is_first else []] for each in holdings]
-    reports = [
-        Report([(unit, [unpacked(extent) for extent in extents]) for unit, extents in held], said)
-        for held, said in gather_json(comm, [own, more])
+    own = [[each.unit, [packed(extent) for extent in each.extents] if each.is_first else []] for each in stored]
+    metadata = [
+        RankMetadata([(unit, [unpacked(extent) for extent in extents]) for unit, extents in found], extra)
+        for found, extra in gather_json(comm, [own, extra])
     ]
     verdict: list[Any] = []
     if comm.rank == 0:
         try:
-            verdict = ["", judge(reports)]
+            verdict = ["", check(metadata)]
         except StateError as error:
             verdict = [str(error), None]
     problem, answer = broadcast_json(comm, verdict)
     if problem:
         raise StateError(problem)
-    return reports, answer
+    return metadata, answer
 
 
-def refuse_gaps(reports: Sequence[Report]) -> None:
+def refuse_gaps(metadata: Sequence[RankMetadata]) -> None:
     """Check that the ranges of all ranks cover every element of every tensor exactly once."""
     first: dict[str, Extent] = {}
-    held: dict[str, dict[tuple[Cut, ...], list[tuple[int, int, int]]]] = {}
+    by_tensor: dict[str, dict[tuple[Cut, ...], list[tuple[int, int, int]]]] = {}
     problems = []
-    for rank, report in enumerate(reports):
-        for extent in report.extents:
+    for rank, rank_metadata in enumerate(metadata):
+        for extent in rank_metadata.extents:
             shape, other = extent.shape, first.setdefault(extent.name, extent).shape
             if shape != other:
                 problems.append(f"{extent.name}: of shape {list(shape)} on one rank, {list(other)} on another")
             elif extent.numel:
-                ranges = held.setdefault(extent.name, {}).setdefault(extent.cuts, [])
+                ranges = by_tensor.setdefault(extent.name, {}).setdefault(extent.cuts, [])
                 ranges.append((extent.start, extent.stop, rank))
     for name, extent in first.items():
-        ranges = {cuts: sorted(found) for cuts, found in held.get(name, {}).items()}
+        ranges = {cuts: sorted(found) for cuts, found in by_tensor.get(name, {}).items()}
         problems += coverage_problems(name, extent.shape, ranges)
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems[:12])
@@ -139,22 +139,22 @@ def refuse_gaps(reports: Sequence[Report]) -> None:
 
 
 def coverage_problems(
-    name: str, shape: tuple[int, ...], held: Mapping[tuple[Cut, ...], list[tuple[int, int, int]]]
+    name: str, shape: tuple[int, ...], by_slice: Mapping[tuple[Cut, ...], list[tuple[int, int, int]]]
 ) -> list[str]:
     """Describe why sorted ranges ``(start, stop, rank)`` of each slice do not cover the full tensor exactly once."""
     problems = []
-    for cuts, ranges in held.items():
+    for cuts, ranges in by_slice.items():
         numel = Extent(name, shape, "", 0, 0, cuts=cuts).slice_numel
         problems += _gaps(f"{name}{describe_cuts(shape, cuts)}" if cuts else name, numel, ranges)
     whole = Extent(name, shape, "", 0, 0).slice_numel
-    return problems or (tiling_problems(name, shape, list(held)) if held else _gaps(name, whole, []))
+    return problems or (tiling_problems(name, shape, list(by_slice)) if by_slice else _gaps(name, whole, []))
 
 
-def _gaps(name: str, numel: int, held: list[tuple[int, int, int]]) -> list[str]:
+def _gaps(name: str, numel: int, ranges: list[tuple[int, int, int]]) -> list[str]:
     """Describe gaps and overlaps of sorted ``(start, stop, rank)`` in ``numel`` elements."""
     problems = []
     end, last = 0, -1
-    for start, stop, rank in held:
+    for start, stop, rank in ranges:
         if start > end:
             problems.append(f"{name}: no rank holds elements {end} to {start}")
         elif start < end:
@@ -174,15 +174,18 @@ def _gaps(name: str, numel: int, held: list[tuple[int, int, int]]) -> list[str]:
 
 @torch.no_grad()
 def gather(
-    comm: Comm, holdings: Sequence[Holding], reports: Sequence[Report], room: Callable[[Extent], Tensor] | None = None
+    comm: Comm,
+    stored: Sequence[StoredRanges],
+    metadata: Sequence[RankMetadata],
+    make: Callable[[Extent], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Gather the ranges of all ranks into full tensors on rank 0.
 
     Args:
-        comm: The Comm that was given to :func:`survey`.
-        holdings: The holdings that were given to :func:`survey`; copies are not sent.
-        reports: The reports that :func:`survey` returned.
-        room: Returns the memory of a full tensor; by default new memory on the CPU.
+        comm: The Comm that was given to :func:`gather_metadata`.
+        stored: The ranges that were given to :func:`gather_metadata`; copies are not sent.
+        metadata: The metadata that :func:`gather_metadata` returned.
+        make: Returns the memory of a full tensor; by default new memory on the CPU.
 
     Returns:
         The full tensors by name on rank 0, ``{}`` on other ranks.
@@ -191,29 +194,29 @@ def gather(
         A message to rank 0 for each range of another rank. In addition to the result, rank 0 stores at most one range
         at a time, and none if ranges are contiguous in the full tensors' memory. All ranks must call.
     """
-    own = [each for each in holdings if each.extents and each.is_first]
+    own = [each for each in stored if each.extents and each.is_first]
     if comm.rank > 0:
-        for holding in own:
-            for part in holding.fetch()[1]:
-                _send(comm, part, 0, holding.unit)
+        for ranges in own:
+            for part in ranges.fetch()[1]:
+                _send(comm, part, 0, ranges.unit)
         return {}
     whole: dict[str, Tensor] = {}
-    place = functools.partial(_place, whole, room or empty)
-    for holding in own:
-        for extent, part in zip(holding.extents, holding.fetch()[1], strict=True):
+    place = functools.partial(_place, whole, make or empty)
+    for ranges in own:
+        for extent, part in zip(ranges.extents, ranges.fetch()[1], strict=True):
             copy_shared(extent, part, *place(extent))
-    for source, report in enumerate(reports):
-        for unit, extents in report.holdings if source != comm.rank else ():
+    for source, rank_metadata in enumerate(metadata):
+        for unit, extents in rank_metadata.stored if source != comm.rank else ():
             for extent in extents:
                 _receive_into(comm, extent, *place(extent), source=source, unit=unit)
     return whole
 
 
-def _place(whole: dict[str, Tensor], room: Callable[[Extent], Tensor], extent: Extent) -> tuple[Extent, Tensor]:
+def _place(whole: dict[str, Tensor], make: Callable[[Extent], Tensor], extent: Extent) -> tuple[Extent, Tensor]:
     """Return the full tensor of a range: its extent, and a flat view of its memory."""
     full = whole_extent(extent)
     if extent.name not in whole:
-        whole[extent.name] = room(full)
+        whole[extent.name] = make(full)
     return full, memory_order(whole[extent.name])
 
 
@@ -232,32 +235,32 @@ def _receive_into(comm: Comm, extent: Extent, full: Extent, into: Tensor, *, sou
 @torch.no_grad()
 def scatter(
     comm: Comm,
-    holdings: Sequence[Holding],
-    reports: Sequence[Report],
+    stored: Sequence[StoredRanges],
+    metadata: Sequence[RankMetadata],
     values: Mapping[str, Tensor],
     names: Collection[str],
 ) -> None:
-    """Fill the holdings of every rank from full tensors on rank 0.
+    """Fill the stored ranges of every rank from full tensors on rank 0.
 
     Args:
-        comm: The Comm that was given to :func:`survey`.
-        holdings: The holdings that were given to :func:`survey`. Ranks with copies of a holding must have it at the
+        comm: The Comm that was given to :func:`gather_metadata`.
+        stored: The ranges that were given to :func:`gather_metadata`. Ranks with copies must have them at the
             same index.
-        reports: The reports that :func:`survey` returned.
+        metadata: The metadata that :func:`gather_metadata` returned.
         values: On rank 0 the full tensors by name, which are cast if they have another dtype.
         names: The names of ``values``, on every rank. Ranges of other tensors are unchanged.
 
     Collective:
-        A message from rank 0 for each range to the first rank that has it, and a broadcast of the holding to its
-        copies. The holdings of all ranks at one index are filled before those at the next. In addition to ``values``,
-        rank 0 stores one holding and one range. All ranks must call.
+        A message from rank 0 for each range to the first rank that has it, and a broadcast of its
+        memory to the copies. The memory of all ranks at one index is filled before that at the next. In addition to
+        ``values``, rank 0 stores one piece of memory and one range. All ranks must call.
     """
     present = set(names)
-    for place in range(max([len(holdings), *(len(report.holdings) for report in reports)])):
-        if place < len(holdings):
-            _take(comm, holdings[place], values, present)
-        for target, report in enumerate(reports):
-            unit, extents = report.holdings[place] if place < len(report.holdings) else ("", [])
+    for place in range(max([len(stored), *(len(rank_metadata.stored) for rank_metadata in metadata)])):
+        if place < len(stored):
+            _fill_stored(comm, stored[place], values, present)
+        for target, rank_metadata in enumerate(metadata):
+            unit, extents = rank_metadata.stored[place] if place < len(rank_metadata.stored) else ("", [])
             for extent in extents if target != comm.rank else ():
                 if extent.name in present:
                     part = torch.empty(extent.numel, dtype=torch_dtype(extent.dtype))
@@ -265,25 +268,25 @@ def scatter(
                     _send(comm, part, target, unit)
 
 
-def _take(comm: Comm, holding: Holding, values: Mapping[str, Tensor], present: Collection[str]) -> None:
-    """Fill a holding of this rank, and broadcast it to the ranks with copies."""
-    if not any(extent.name in present for extent in holding.extents):
+def _fill_stored(comm: Comm, ranges: StoredRanges, values: Mapping[str, Tensor], present: Collection[str]) -> None:
+    """Fill one piece of this rank's memory, and broadcast it to the ranks with copies."""
+    if not any(extent.name in present for extent in ranges.extents):
         return
-    flat, views = holding.fetch()
-    for extent, view in zip(holding.extents, views, strict=True):
-        if not holding.is_first or extent.name not in present:
+    flat, views = ranges.fetch()
+    for extent, view in zip(ranges.extents, views, strict=True):
+        if not ranges.is_first or extent.name not in present:
             continue
         if comm.rank == 0:
             _fill(extent, view, values)
         else:
-            arrived = view if view.device == comm.device else torch.empty_like(view, device=comm.device)
-            _receive(comm, arrived, 0, holding.unit)
-            view.copy_(arrived)
-    if holding.copies is not None:
-        moved = flat.to(comm.device)
-        holding.copies.broadcast(as_bytes(moved), root=0, unit=holding.unit).wait()
-        flat.copy_(moved)
-    holding.store(flat)
+            received = view if view.device == comm.device else torch.empty_like(view, device=comm.device)
+            _receive(comm, received, 0, ranges.unit)
+            view.copy_(received)
+    if ranges.copies is not None:
+        on_device = flat.to(comm.device)
+        ranges.copies.broadcast(as_bytes(on_device), root=0, unit=ranges.unit).wait()
+        flat.copy_(on_device)
+    ranges.store(flat)
 
 
 def _send(comm: Comm, part: Tensor, target: int, unit: str) -> None:

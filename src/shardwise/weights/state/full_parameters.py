@@ -27,12 +27,12 @@ from shardwise.engine.unit import Unit
 from shardwise.spec.errors import StateError
 from shardwise.spec.order import EntryPoint
 from shardwise.spec.slice import slice_of
-from shardwise.weights.state.extents import gather, scatter, survey
-from shardwise.weights.state.held import gathered_pieces, of_group
+from shardwise.weights.state.extents import gather, gather_metadata, scatter
+from shardwise.weights.state.stored_ranges import gathered_pieces, of_group
 
 
 @dataclass(slots=True)
-class Whole:
+class ShownMode:
     """The options of the context that shows full parameters of a unit."""
 
     is_written_back: bool  # whether changes are kept
@@ -76,10 +76,10 @@ def full_parameters(
             backward, on a unit gathered by hand, or inside a context that shows or keeps less; or parameters were
             replaced or trained inside.
     """
-    _check_rows(module)
+    _refuse_sliced_rows(module)
     units = _units_in(module)
     _check_layout(units)
-    mode = Whole(is_written_back=writeback, is_on_root_only=rank0_only)
+    mode = ShownMode(is_written_back=writeback, is_on_root_only=rank0_only)
     fresh = _check_entry(units, mode)
     by_engine: dict[Engine, list[Group]] = {}
     for engine, unit in fresh:
@@ -105,11 +105,11 @@ def full_parameters(
         )
     for engine, groups in by_engine.items():
         if writeback:
-            holdings = [of_group(group) for group in groups]
-            reports, _ = survey(engine.comms.world, holdings, lambda _: None)
+            stored_ranges = [of_group(group) for group in groups]
+            metadata, _ = gather_metadata(engine.comms.world, stored_ranges, lambda _: None)
             values = {name: view for each in shown if each.group in groups for name, view in each.views.items()}
             names = [spec.name for group in groups for spec in group.layout.params]
-            scatter(engine.comms.world, holdings, reports, values, names)
+            scatter(engine.comms.world, stored_ranges, metadata, values, names)
         if writeback or mode.has_computed:
             engine.invalidate()
 
@@ -128,13 +128,13 @@ def _units_in(module: nn.Module) -> list[tuple[Engine, Unit]]:
     return sorted(found.values(), key=lambda pair: (order[id(pair[0])], pair[1].index))
 
 
-def _check_rows(module: nn.Module) -> None:
+def _refuse_sliced_rows(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
-        held = slice_of(parameter)
-        if held is not None and mark_of(parameter) is None:
+        rows = slice_of(parameter)
+        if rows is not None and mark_of(parameter) is None:
             raise StateError(
-                f"sw.full_parameters(): of {name!r}, of shape {list(held.shape)}, this rank's module holds and uses"
-                f" {list(held.local_shape)} only (row_sharded).\n"
+                f"sw.full_parameters(): of {name!r}, of shape {list(rows.shape)}, this rank's module holds and uses"
+                f" {list(rows.local_shape)} only (row_sharded).\n"
                 "  Use sw.full_state_dict(model), or pass a module without it."
             )
 
@@ -152,11 +152,11 @@ def _check_layout(units: Sequence[tuple[Engine, Unit]]) -> None:
             )
 
 
-def _check_entry(units: Sequence[tuple[Engine, Unit]], mode: Whole) -> list[tuple[Engine, Unit]]:
+def _check_entry(units: Sequence[tuple[Engine, Unit]], mode: ShownMode) -> list[tuple[Engine, Unit]]:
     """Return the units that no outer context shows; refuses an outer context that shows or keeps less."""
     for engine, unit in units:
         engine.require_idle("sw.full_parameters()")
-        outer = unit.whole
+        outer = unit.shown_mode
         if outer is None and unit.uses_unsharded:
             raise StateError(
                 f"sw.full_parameters(): unit {unit.name!r} was gathered by hand.\n  Call its reshard() first."
@@ -171,33 +171,33 @@ def _check_entry(units: Sequence[tuple[Engine, Unit]], mode: Whole) -> list[tupl
                 f"sw.full_parameters() inside one with rank0_only=True: unit {unit.name!r} is whole on rank 0 only.\n"
                 "  Leave rank0_only out of the outer one."
             )
-    return [(engine, unit) for engine, unit in units if unit.whole is None]
+    return [(engine, unit) for engine, unit in units if unit.shown_mode is None]
 
 
-def _show(engine: Engine, groups: Sequence[Group], mode: Whole, *, offload_to_cpu: bool) -> Iterator[_Shown]:
+def _show(engine: Engine, groups: Sequence[Group], mode: ShownMode, *, offload_to_cpu: bool) -> Iterator[_Shown]:
     """Gather groups and show them, one by one; with ``rank0_only`` gather all of them on rank 0."""
     is_root = engine.comms.world.rank == 0
-    apart: list[Group] = []
+    to_root: list[Group] = []
     if mode.is_on_root_only:
-        apart = [group for group in groups if group.resident_buffer is None or group.facts.has_separate_master]
-    wholes: dict[Group, Tensor] = {}
+        to_root = [group for group in groups if group.resident_buffer is None or group.facts.has_separate_master]
+    on_root: dict[Group, Tensor] = {}
     views: dict[str, Tensor] = {}
     if is_root:
-        for group in apart:
-            wholes[group] = torch.empty(
+        for group in to_root:
+            on_root[group] = torch.empty(
                 group.layout.numel, dtype=group.dtype, device="cpu" if offload_to_cpu else group.device
             )
-            views |= _views(group, wholes[group])
-    if apart:
-        holdings = [of_group(group, gathered_pieces(engine, group)) for group in apart]
-        reports, _ = survey(engine.comms.world, holdings, lambda _: None)
-        gather(engine.comms.world, holdings, reports, lambda extent: views[extent.name])
+            views |= _views(group, on_root[group])
+    if to_root:
+        stored_ranges = [of_group(group, gathered_pieces(engine, group)) for group in to_root]
+        metadata, _ = gather_metadata(engine.comms.world, stored_ranges, lambda _: None)
+        gather(engine.comms.world, stored_ranges, metadata, lambda extent: views[extent.name])
     for group in groups:
-        whole = wholes.get(group) if group in apart else gathered(group)
-        yield _Shown(group, whole if is_root or not mode.is_on_root_only else None, mode, offload_to_cpu=offload_to_cpu)
+        full = on_root.get(group) if group in to_root else gather_group(group)
+        yield _Shown(group, full if is_root or not mode.is_on_root_only else None, mode, offload_to_cpu=offload_to_cpu)
 
 
-def gathered(group: Group) -> Tensor:
+def gather_group(group: Group) -> Tensor:
     """Return the full group in its master's dtype, on every rank.
 
     Collective:
@@ -211,16 +211,16 @@ def gathered(group: Group) -> Tensor:
         return resident
     if not group.placements.shards_optimizer:
         return group.values().clone()
-    whole = torch.empty(group.layout.numel, dtype=group.dtype, device=comm.device)
-    whole[group.layout.slice_of(comm.rank)].copy_(group.values())
-    comm.all_gather(whole, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
-    return whole
+    full = torch.empty(group.layout.numel, dtype=group.dtype, device=comm.device)
+    full[group.layout.slice_of(comm.rank)].copy_(group.values())
+    comm.all_gather(full, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
+    return full
 
 
-def _views(group: Group, whole: Tensor) -> dict[str, Tensor]:
+def _views(group: Group, full: Tensor) -> dict[str, Tensor]:
     """Return views of the parameters in the full group, by name."""
     return {
-        spec.name: whole.as_strided(spec.shape, spec.strides, whole.storage_offset() + offset)
+        spec.name: full.as_strided(spec.shape, spec.strides, full.storage_offset() + offset)
         for spec, offset in zip(group.layout.params, group.layout.offsets, strict=True)
     }
 
@@ -230,7 +230,7 @@ def _close(units: Sequence[tuple[Engine, Unit]], shown: Sequence[_Shown], *, kee
     for each in shown:
         each.close(keeps=keeps)
     for _, unit in units:
-        unit.whole = None
+        unit.shown_mode = None
         unit.shows_logical_state = False
         for owner in unit.owners:
             owner.put(owner.shards)
@@ -241,23 +241,23 @@ class _ShownForm(Around):
 
     is_shown = True
 
-    def __init__(self, inner: Form, whole: Tensor, mode: Whole) -> None:
+    def __init__(self, inner: Form, full: Tensor, mode: ShownMode) -> None:
         super().__init__(inner)
-        self._whole = whole
+        self._full = full
         self._mode = mode
 
     def gather(self, group: Group) -> Handle:
         """Copy the shown parameters into the gathered buffer."""
         self._mode.has_computed = True
-        if self._whole.data_ptr() != group.gathered.data_ptr():
-            group.gathered.copy_(self._whole)
+        if self._full.data_ptr() != group.gathered.data_ptr():
+            group.gathered.copy_(self._full)
         return Done()
 
 
 class _RefusesTraining(Observer):
     """Refuses training while parameters are shown; forwards without grad are allowed if every rank shows them."""
 
-    def __init__(self, mode: Whole) -> None:
+    def __init__(self, mode: ShownMode) -> None:
         self._mode = mode
 
     def forward_begins(self, engine: Engine, entry: EntryPoint) -> None:  # noqa: ARG002
@@ -271,7 +271,7 @@ class _RefusesTraining(Observer):
 
 
 @contextlib.contextmanager
-def _refuse_training(engines: Sequence[Engine], mode: Whole) -> Iterator[None]:
+def _refuse_training(engines: Sequence[Engine], mode: ShownMode) -> Iterator[None]:
     observer = _RefusesTraining(mode)
     for engine in engines:
         engine.extras.add(observer, is_first=True)
@@ -283,26 +283,26 @@ def _refuse_training(engines: Sequence[Engine], mode: Whole) -> Iterator[None]:
 
 
 class _Shown:
-    """One group whose full parameters are shown until :meth:`close`; if ``whole`` is ``None``, nothing is shown."""
+    """One group whose full parameters are shown until :meth:`close`; if ``full`` is ``None``, nothing is shown."""
 
-    def __init__(self, group: Group, whole: Tensor | None, mode: Whole, *, offload_to_cpu: bool) -> None:
+    def __init__(self, group: Group, full: Tensor | None, mode: ShownMode, *, offload_to_cpu: bool) -> None:
         self.group = group
         self.views: dict[str, Tensor] = {}  # the full parameters, by name
         self._grads: list[Tensor | None] = []
         self._saved: Tensor | None = None
         unit = group.unit
-        unit.whole = mode
-        if whole is None:
+        unit.shown_mode = mode
+        if full is None:
             return
         resident = group.resident_buffer
-        is_resident = resident is not None and _address(whole) == _address(resident)
+        is_resident = resident is not None and _address(full) == _address(resident)
         if offload_to_cpu:
-            whole = whole.cpu()
+            full = full.cpu()
         if is_resident:
-            self._saved = whole.clone()
-        group.form = _ShownForm(group.form, whole, mode)
+            self._saved = full.clone()
+        group.form = _ShownForm(group.form, full, mode)
         unit.shows_logical_state = True
-        self.views = _views(group, whole)
+        self.views = _views(group, full)
         unset_shard_class(group)
         for shard, view in zip(group.shards, self.views.values(), strict=True):
             self._grads.append(shard.grad)
@@ -312,9 +312,9 @@ class _Shown:
     def problems(self) -> list[str]:
         """Describe changes made inside that cannot be kept. Values set by ``p.data = ...`` can be kept."""
         found = []
-        held = {id(p) for owner in self.group.unit.owners for p in owner.parameters.values() if p is not None}
+        present = {id(p) for owner in self.group.unit.owners for p in owner.parameters.values() if p is not None}
         for shard, (name, view) in zip(self.group.shards, self.views.items(), strict=False):
-            if id(shard) not in held:
+            if id(shard) not in present:
                 found.append(f"parameter {name!r} was replaced by another object")
             elif shard.shape != view.shape or shard.dtype != view.dtype:
                 found.append(

@@ -14,18 +14,25 @@ from shardwise.engine.storage.ignored import ignored_of
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import slice_of
 from shardwise.weights.state.extents import (
-    Holding,
-    Report,
+    RankMetadata,
+    StoredRanges,
     as_bytes,
     empty,
     gather,
+    gather_metadata,
     packed,
     refuse_gaps,
-    survey,
     unpacked,
     whole_extent,
 )
-from shardwise.weights.state.held import gathered_pieces, in_order, is_first_of_stage, of_group, of_sliced, of_tensor
+from shardwise.weights.state.stored_ranges import (
+    gathered_pieces,
+    in_order,
+    is_first_of_stage,
+    of_group,
+    of_sliced,
+    of_tensor,
+)
 
 
 def iterate_full_parameters(model: nn.Module, dtype: torch.dtype | str | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -58,14 +65,14 @@ def iterate_full_parameters(model: nn.Module, dtype: torch.dtype | str | None = 
     engine.need_values("sw.iterate_full_parameters()")
     world, cast = engine.comms.world, torch_dtype(dtype) if isinstance(dtype, str) else dtype
     units = Units(engine)
-    for extents, whole in zip(units.extents, units.gathered(), strict=True):
+    for extents, full_tensors in zip(units.extents, units.gathered(), strict=True):
         for extent in extents:
-            kept = torch_dtype(extent.dtype)
-            wanted = cast if cast is not None and kept.is_floating_point else kept
+            dtype = torch_dtype(extent.dtype)
+            target_dtype = cast if cast is not None and dtype.is_floating_point else dtype
             if world.rank == 0:
-                value = whole.pop(extent.name).to(world.device, wanted)
+                value = full_tensors.pop(extent.name).to(world.device, target_dtype)
             else:
-                value = empty(extent, world.device, wanted)
+                value = empty(extent, world.device, target_dtype)
             world.broadcast(as_bytes(memory_order(value)), root=0, unit=f"whole {extent.name}").wait()
             yield extent.name, value
             del value  # frees it before the next one is allocated
@@ -91,9 +98,9 @@ class Units:
     def __init__(self, engine: Engine, buffers: Mapping[str, Tensor] | None = None) -> None:
         engine.apply_user_changes()
         self._world = engine.comms.world
-        self._holdings = _owned(engine)
-        self._holdings += [of_tensor(name, each, copies=None) for name, each in (buffers or {}).items()]
-        self._reports, units = survey(self._world, self._holdings, _units)
+        self._stored = _owned(engine)
+        self._stored += [of_tensor(name, each, copies=None) for name, each in (buffers or {}).items()]
+        self._metadata, units = gather_metadata(self._world, self._stored, _units)
         self._names = [unit for unit, _ in units]
         self.extents: list[list[Extent]] = [[unpacked(extent) for extent in extents] for _, extents in units]
 
@@ -104,12 +111,12 @@ class Units:
             A message to rank 0 for each range that another rank owns. All ranks must iterate to the end.
         """
         for unit in self._names:
-            own = [each for each in self._holdings if each.unit == unit]
-            told = [Report([held for held in each.holdings if held[0] == unit], None) for each in self._reports]
-            yield gather(self._world, own, told)
+            own = [each for each in self._stored if each.unit == unit]
+            of_unit = [RankMetadata([one for one in each.stored if one[0] == unit], None) for each in self._metadata]
+            yield gather(self._world, own, of_unit)
 
 
-def _owned(engine: Engine) -> list[Holding]:
+def _owned(engine: Engine) -> list[StoredRanges]:
     """Return the elements that this rank sends: over all ranks, every element of every parameter once."""
     found = [of_group(group, gathered_pieces(engine, group)) for group in in_order(engine)]
     found += of_sliced(engine, lambda _, part: part.is_counted)
@@ -119,12 +126,12 @@ def _owned(engine: Engine) -> list[Holding]:
     return found
 
 
-def _units(reports: list[Report]) -> list[tuple[str, list[object]]]:
+def _units(metadata: list[RankMetadata]) -> list[tuple[str, list[object]]]:
     """Return the units in order, each with the full extents of its tensors."""
-    refuse_gaps(reports)
+    refuse_gaps(metadata)
     found: dict[str, dict[str, list[object]]] = {}
-    for report in reports:
-        for unit, extents in report.holdings:
+    for rank_metadata in metadata:
+        for unit, extents in rank_metadata.stored:
             for extent in extents:
                 found.setdefault(unit, {}).setdefault(extent.name, packed(whole_extent(extent)))
     return [(unit, list(extents.values())) for unit, extents in found.items()]

@@ -15,8 +15,8 @@ from shardwise.engine.storage.attachment import engine_around, place_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import Piece
 from shardwise.spec.slice import Cut, Slice, simplest, slice_of
-from shardwise.weights.state.full_parameters import gathered
-from shardwise.weights.state.held import part_of
+from shardwise.weights.state.full_parameters import gather_group
+from shardwise.weights.state.stored_ranges import part_of
 
 _CALL = "sw.lerp_parameters()"
 
@@ -61,7 +61,7 @@ def lerp_parameters(target: nn.Module, source: nn.Module, weight: float) -> None
     for group in {by.group: None for _, by in pairs}:
         found = [(into, by) for into, by in pairs if by.group is group]
         is_aligned = all(_is_aligned(into, by) for into, by in found)
-        flat = None if group is None else group.values() if is_aligned else gathered(group)
+        flat = None if group is None else group.values() if is_aligned else gather_group(group)
         for into, by in found:
             if into.group is None and group is None:
                 into.parameter.lerp_(by.parameter.to(into.parameter), weight)
@@ -170,7 +170,7 @@ def _engines_of(pairs: Sequence[tuple[_Side, _Side]]) -> list[Engine]:
             raise StateError(
                 f"{_CALL} got a pipeline, of which a rank has some stages only.\n  Set pp=1; tp divides a model too."
             )
-        if any(unit.whole is not None for unit in engine.units):
+        if any(unit.shown_mode is not None for unit in engine.units):
             raise StateError(f"{_CALL} works on shards.\n  Call it outside of sw.full_parameters().")
         engine.require_idle(_CALL)
     return engines

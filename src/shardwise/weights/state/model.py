@@ -24,8 +24,8 @@ from shardwise.engine.storage.buffers import saved_dtypes
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
-from shardwise.weights.state.extents import Pairs, Report, Targets, gather, refuse_gaps, scatter, survey
-from shardwise.weights.state.held import (
+from shardwise.weights.state.extents import Pairs, RankMetadata, Targets, gather, gather_metadata, refuse_gaps, scatter
+from shardwise.weights.state.stored_ranges import (
     BUFFER,
     extent_of,
     gathered_pieces,
@@ -81,46 +81,46 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
         return parameter.requires_grad or not trainable_only
 
     groups = [(group, gathered_pieces(engine, group)) for group in in_order(engine)]
-    holdings = [
+    stored_ranges = [
         of_group(group, chosen)
         for group, pieces in groups
         if (chosen := [piece for piece in pieces if is_chosen(group.shards[piece.index])])
     ]
-    holdings += of_sliced(engine, lambda parameter, part: part.is_counted and is_chosen(parameter))
-    holdings += [of_tensor(f"{_STAGE}{key}", tensor, copies=None) for key, tensor in tensors.items()]
-    reports, _ = survey(world, holdings, _refuse_partial, more=entries)
-    whole = gather(world, holdings, reports)
+    stored_ranges += of_sliced(engine, lambda parameter, part: part.is_counted and is_chosen(parameter))
+    stored_ranges += [of_tensor(f"{_STAGE}{key}", tensor, copies=None) for key, tensor in tensors.items()]
+    metadata, _ = gather_metadata(world, stored_ranges, _refuse_partial, extra=entries)
+    full = gather(world, stored_ranges, metadata)
     if world.rank > 0:
         return {}
-    with _whole_tensors_in(engine, _left_out(engine, whole) | whole):
+    with _full_tensors_in(engine, _meta_stand_ins(engine, full) | full):
         state = model.state_dict()
     if trainable_only:
         frozen = {name for name, p in ignored_of(engine).parameters.items() if not p.requires_grad}
         state = {
             key: value for key, value in state.items() if key not in frozen and not getattr(value, "is_meta", False)
         }
-    gathered = {tensor.untyped_storage().data_ptr() for tensor in whole.values()}
-    state = {key: _taken(value, gathered) if isinstance(value, Tensor) else value for key, value in state.items()}
+    gathered = {tensor.untyped_storage().data_ptr() for tensor in full.values()}
+    state = {key: _on_cpu(value, gathered) if isinstance(value, Tensor) else value for key, value in state.items()}
     state |= {key: state[key].to(dtype) for key, dtype in saved_dtypes(model).items() if key in state}
-    state |= {name: whole[name] for name in sliced_parameters(engine) if name in whole}
+    state |= {name: full[name] for name in sliced_parameters(engine) if name in full}
     later = {
-        key: whole[held] if kind == "tensor" else held
-        for report in reports
-        for key, kind, held in report.more
-        if kind == "value" or held in whole
+        key: full[item] if kind == "tensor" else item
+        for rank_metadata in metadata
+        for key, kind, item in rank_metadata.extra
+        if kind == "value" or item in full
     }
     state = _in_module_order(model, later | state) if later else state
     if engine.comms.ep is None:
         return state
-    experts = {name: tensor for name, tensor in whole.items() if name not in state and not name.startswith(_STAGE)}
-    return _beside_siblings(state, experts)
+    experts = {name: tensor for name, tensor in full.items() if name not in state and not name.startswith(_STAGE)}
+    return _merge_by_path(state, experts)
 
 
-def _refuse_partial(reports: list[Report]) -> None:
-    refuse_gaps(reports)
-    opaque = [(key, held) for report in reports for key, kind, held in report.more if kind == "opaque"]
+def _refuse_partial(metadata: list[RankMetadata]) -> None:
+    refuse_gaps(metadata)
+    opaque = [(key, name) for rank_metadata in metadata for key, kind, name in rank_metadata.extra if kind == "opaque"]
     if opaque:
-        shown = "".join(f"\n  {key}: a {kind}" for key, kind in opaque[:12])
+        shown = "".join(f"\n  {key}: a {name}" for key, name in opaque[:12])
         raise StateError(
             f"modules of later pipeline stages have state that JSON does not hold:{shown}\n"
             "  Let get_extra_state() return numbers, strings, lists and dicts; or use sw.save()."
@@ -139,7 +139,7 @@ def _stage_entries(model: nn.Module, engine: Engine) -> tuple[list[list[Any]], d
     if pp is None or pp.rank == 0 or not is_first_of_stage(engine):
         return entries, tensors
     dtypes = saved_dtypes(model)
-    with _whole_tensors_in(engine, _left_out(engine, {})) as names:
+    with _full_tensors_in(engine, _meta_stand_ins(engine, {})) as names:
         state = model.state_dict(keep_vars=True)
     names |= {id(parameter): name for name, parameter in sliced_parameters(engine).items()}
     for key, value in state.items():
@@ -155,20 +155,20 @@ def _stage_entries(model: nn.Module, engine: Engine) -> tuple[list[list[Any]], d
     return entries, tensors
 
 
-def _left_out(engine: Engine, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _meta_stand_ins(engine: Engine, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Make stand-ins on meta for parameters that were not gathered."""
-    specs = [spec for group in engine.groups for spec in group.layout.params if spec.name not in whole]
+    specs = [spec for group in engine.groups for spec in group.layout.params if spec.name not in full]
     return {spec.name: torch.empty(spec.logical_shape, dtype=torch_dtype(spec.dtype), device="meta") for spec in specs}
 
 
-def _taken(tensor: Tensor, gathered: set[int]) -> Tensor:
+def _on_cpu(tensor: Tensor, gathered: set[int]) -> Tensor:
     """Return ``tensor`` on the CPU, in memory that the model does not use."""
     is_live = tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() not in gathered
     return tensor.clone() if is_live else tensor.cpu()
 
 
 @contextlib.contextmanager
-def _whole_tensors_in(engine: Engine, whole: Mapping[str, Tensor]) -> Iterator[dict[int, str]]:
+def _full_tensors_in(engine: Engine, full: Mapping[str, Tensor]) -> Iterator[dict[int, str]]:
     """Put full parameters into the modules, so that torch's ``state_dict()``, with its hooks, returns them.
 
     Yields:
@@ -178,7 +178,7 @@ def _whole_tensors_in(engine: Engine, whole: Mapping[str, Tensor]) -> Iterator[d
     names: dict[int, str] = {}
     for group in engine.groups:
         for shard, spec in zip(group.shards, group.layout.params, strict=True):
-            parameter = shown[id(shard)] = nn.Parameter(whole[spec.name], requires_grad=shard.requires_grad)
+            parameter = shown[id(shard)] = nn.Parameter(full[spec.name], requires_grad=shard.requires_grad)
             names[id(parameter)] = spec.name
     for unit in engine.units:
         unit.shows_logical_state = True
@@ -215,7 +215,7 @@ def _in_module_order(model: nn.Module, state: Mapping[str, Any]) -> dict[str, An
     return {key: state[key] for key in sorted(state, key=place)}
 
 
-def _beside_siblings(state: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_by_path(state: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Merge ``state`` and ``more``, each new entry after those with which it shares most of its path."""
     tree: dict[str, Any] = {}
     for key in (*state, *more):
@@ -275,16 +275,19 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     comms = engine.comms
     buffers = persistent_buffers(model)
     sliced = sliced_parameters(engine)
-    wholes = {name: p for name, p in ignored_of(engine).parameters.items() if name not in sliced} | buffers
-    holdings = [of_group(group) for group in in_order(engine)]
-    holdings += [of_tensor(name, tensor, copies=comms.control) for name, tensor in wholes.items()]
-    holdings += of_sliced(engine)
+    plain_tensors = {name: p for name, p in ignored_of(engine).parameters.items() if name not in sliced} | buffers
+    stored_ranges = [of_group(group) for group in in_order(engine)]
+    stored_ranges += [of_tensor(name, tensor, copies=comms.control) for name, tensor in plain_tensors.items()]
+    stored_ranges += of_sliced(engine)
     aliases = {spec.name: spec.aliases for group in engine.groups for spec in group.layout.params if spec.aliases}
-    reports, (names, extra, missing, unexpected) = survey(
-        comms.world, holdings, lambda reports: _fitting(reports, state, strict=strict), more=[aliases, _names(model)]
+    metadata, (names, extra, missing, unexpected) = gather_metadata(
+        comms.world,
+        stored_ranges,
+        lambda metadata: _match_names(metadata, state, strict=strict),
+        extra=[aliases, _names(model)],
     )
-    values = _by_first_name(reports, state)
-    scatter(comms.world, holdings, reports, values, names)
+    values = _by_first_name(metadata, state)
+    scatter(comms.world, stored_ranges, metadata, values, names)
     load_extra_state(model, extra, is_stage=comms.pp is not None)
     unfilled = engine.extras.find(Unfilled)
     if unfilled is not None:
@@ -299,28 +302,28 @@ def _names(model: nn.Module) -> list[str]:
     return [name for name, _ in (*parameters, *buffers)]
 
 
-def _by_first_name(reports: Sequence[Report], state: Mapping[str, Any]) -> dict[str, Any]:
+def _by_first_name(metadata: Sequence[RankMetadata], state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a state dict; entries under another name of a tied parameter also under its first name."""
-    found = dict(state) if reports else {}
-    for report in reports:
-        for name, aliases in report.more[0].items():
+    found = dict(state) if metadata else {}
+    for rank_metadata in metadata:
+        for name, aliases in rank_metadata.extra[0].items():
             value = next((state[each] for each in (name, *aliases) if each in state), None)
             if value is not None:
                 found[name] = value
     return found
 
 
-def _fitting(reports: list[Report], state: Mapping[str, Any], *, strict: bool) -> list[Any]:
+def _match_names(metadata: list[RankMetadata], state: Mapping[str, Any], *, strict: bool) -> list[Any]:
     """Return names and extra state of a state dict that fits the model, and the missing and unexpected names.
 
     Raises:
         StateError: The state dict does not fit.
     """
-    expected = {extent.name: extent.shape for report in reports for extent in report.extents}
-    known = {*expected, *(name for report in reports for name in report.more[1])}
-    known |= {alias for report in reports for aliases in report.more[0].values() for alias in aliases}
+    expected = {extent.name: extent.shape for rank_metadata in metadata for extent in rank_metadata.extents}
+    known = {*expected, *(name for rank_metadata in metadata for name in rank_metadata.extra[1])}
+    known |= {alias for rank_metadata in metadata for aliases in rank_metadata.extra[0].values() for alias in aliases}
     values, extra = (
-        _by_first_name(reports, state),
+        _by_first_name(metadata, state),
         {key: each for key, each in state.items() if key.endswith(EXTRA_STATE)},
     )
     advice = _without_prefix(known, state) or "Load a state dict of this very model"
@@ -439,11 +442,11 @@ def owned_extents(model: nn.Module) -> Pairs:
 
 def own_buffers(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
     """Return the buffers that this rank writes: those of its stage that no earlier stage has."""
-    held, pp = persistent_buffers(model), engine.comms.pp
+    buffers, pp = persistent_buffers(model), engine.comms.pp
     if pp is not None:
-        before = {name for names in all_gather_json(pp, list(held))[: pp.rank] for name in names}
-        held = {name: buffer for name, buffer in held.items() if name not in before}
-    return held if is_first_of_stage(engine) else {}
+        before = {name for names in all_gather_json(pp, list(buffers))[: pp.rank] for name in names}
+        buffers = {name: buffer for name, buffer in buffers.items() if name not in before}
+    return buffers if is_first_of_stage(engine) else {}
 
 
 def frozen_names(model: nn.Module) -> set[str]:
@@ -468,7 +471,7 @@ def _trains(group: Group) -> bool:
     return any(shard.requires_grad for shard in group.shards)
 
 
-def held_values(model: nn.Module, stored: Mapping[str, Extent] | None = None, *, with_frozen: bool = True) -> Targets:
+def load_targets(model: nn.Module, stored: Mapping[str, Extent] | None = None, *, with_frozen: bool = True) -> Targets:
     """Return this rank's parameters and buffers as targets to load into; fully frozen groups only if asked for.
 
     They are the live tensors, except quantized weights and cast buffers, which ``Targets.install`` converts.
@@ -476,7 +479,7 @@ def held_values(model: nn.Module, stored: Mapping[str, Extent] | None = None, *,
     engine = engine_of(model, "sw.load")
     engine.apply_user_changes()
     groups = [group for group in engine.groups if with_frozen or _trains(group)]
-    holdings = [of_group(group) for group in groups]
+    stored_ranges = [of_group(group) for group in groups]
     dtypes = saved_dtypes(model)
     stored = stored or {}
     for name, buffer in persistent_buffers(model).items():
@@ -487,8 +490,8 @@ def held_values(model: nn.Module, stored: Mapping[str, Extent] | None = None, *,
         saved = stored.get(key)
         is_as_stored = saved is not None and saved.dtype == dtype_name(buffer.dtype)
         flat = buffer.detach().view(-1).to(buffer.dtype if is_as_stored else dtypes.get(name, buffer.dtype))
-        holdings.append(of_tensor(key, buffer, copies=None, flat=flat))
-    return Targets(holdings)
+        stored_ranges.append(of_tensor(key, buffer, copies=None, flat=flat))
+    return Targets(stored_ranges)
 
 
 def load_ranges(model: nn.Module, read: Callable[[Pairs], None], names: Container[str]) -> None:

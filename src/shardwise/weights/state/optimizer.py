@@ -41,7 +41,7 @@ from shardwise.spec.granularity import Granularity, first_row_dim, row_numel
 from shardwise.spec.layout import ParamSpec, Piece
 from shardwise.spec.slice import Cut, slice_of
 from shardwise.weights.state.extents import Pairs
-from shardwise.weights.state.held import Names, owned_pieces
+from shardwise.weights.state.stored_ranges import Names, owned_pieces
 
 #: Prefix of the names of optimizer state in checkpoints.
 _OPTIMIZER = "optimizer/"

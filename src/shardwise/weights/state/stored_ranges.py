@@ -26,7 +26,7 @@ from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.layout import Piece
 from shardwise.spec.slice import Slice, simplest, slice_of
-from shardwise.weights.state.extents import Holding, Pairs
+from shardwise.weights.state.extents import Pairs, StoredRanges
 
 #: Prefix of the names of buffers in checkpoints.
 BUFFER = "buffer/"
@@ -35,7 +35,7 @@ BUFFER = "buffer/"
 # -- the parameters of a group
 
 
-def of_group(group: Group, pieces: Iterable[Piece] | None = None) -> Holding:
+def of_group(group: Group, pieces: Iterable[Piece] | None = None) -> StoredRanges:
     """Return this rank's ranges of a group's parameters, or only those of ``pieces``."""
     chosen = tuple(group.pieces if pieces is None else pieces)
     specs, dtype = group.layout.params, dtype_name(group.dtype)
@@ -46,7 +46,7 @@ def of_group(group: Group, pieces: Iterable[Piece] | None = None) -> Holding:
         return flat, [part_of(group, piece, flat) for piece in chosen]
 
     extents = tuple(specs[piece.index].extent(piece.start, piece.stop, dtype=dtype) for piece in chosen)
-    return Holding(group.unit.name, extents, fetch, group.set_values, copies)
+    return StoredRanges(group.unit.name, extents, fetch, group.set_values, copies)
 
 
 def part_of(group: Group, piece: Piece, flat: Tensor) -> Tensor:
@@ -98,16 +98,18 @@ def in_order(engine: Engine) -> list[Group]:
 
 def of_tensor(
     name: str, tensor: Tensor, *, copies: Comm | None, part: Slice | None = None, flat: Tensor | None = None
-) -> Holding:
-    """Make the holding of a buffer or ignored parameter, or of its slice ``part``; ``flat`` replaces its memory."""
-    held = tensor.detach()
-    flat = held.contiguous().view(-1) if flat is None else flat
+) -> StoredRanges:
+    """Make the range of a buffer or ignored parameter, or of its slice ``part``; ``flat`` replaces its memory."""
+    value = tensor.detach()
+    flat = value.contiguous().view(-1) if flat is None else flat
 
     def store(content: Tensor) -> None:
-        if content.data_ptr() != held.data_ptr() or content.dtype is not held.dtype:
-            held.copy_(content.view(held.shape))
+        if content.data_ptr() != value.data_ptr() or content.dtype is not value.dtype:
+            value.copy_(content.view(value.shape))
 
-    return Holding(f"tensor {name}", (extent_of(name, flat, held.shape, part),), lambda: (flat, [flat]), store, copies)
+    return StoredRanges(
+        f"tensor {name}", (extent_of(name, flat, value.shape, part),), lambda: (flat, [flat]), store, copies
+    )
 
 
 def extent_of(name: str, flat: Tensor, shape: Sequence[int], part: Slice | None) -> Extent:
@@ -121,8 +123,8 @@ def sliced_parameters(engine: Engine) -> dict[str, nn.Parameter]:
     return {name: p for name, p in ignored_of(engine).parameters.items() if slice_of(p) is not None}
 
 
-def of_sliced(engine: Engine, is_chosen: Callable[[nn.Parameter, Slice], bool] | None = None) -> list[Holding]:
-    """Return the holdings of this rank's slices of ignored parameters; ``is_chosen`` may select some."""
+def of_sliced(engine: Engine, is_chosen: Callable[[nn.Parameter, Slice], bool] | None = None) -> list[StoredRanges]:
+    """Return the stored ranges of this rank's slices of ignored parameters; ``is_chosen`` may select some."""
     return [
         of_tensor(name, parameter, copies=None, part=part)
         for name, parameter in ignored_of(engine).parameters.items()
@@ -167,7 +169,7 @@ def written_names(ignored: Ignored, optimizers: Sequence[torch.optim.Optimizer],
     found: dict[nn.Parameter, str] = {}
     for name, parameter in ignored.parameters.items():
         part = slice_of(parameter)
-        digests = {other: told[name] for other, told in enumerate(everyone) if name in told}
+        digests = {other: of_rank[name] for other, of_rank in enumerate(everyone) if name in of_rank}
         if part is None and len(set(digests.values())) > 1:
             found[parameter] = _own_name(name, rank)
         elif rank == min(digests) if part is None else part.is_counted:
