@@ -187,7 +187,9 @@ FAULTS = {
     "gradients are not summed": Fault(put(Form, "reduce", lambda self, *_: DONE), "missing", degrees={"dp_shard": 8}),
     "gradients are summed twice": Fault(put(Form, "reduce", reduced_twice), "without need", degrees={"dp_shard": 8}),
     "gradients are not summed over groups": Fault(
-        put(Gradient, "_reduce_over_replicas", lambda *_: DONE), "missing", degrees={"strategy": "hsdp", "dp_replicate": 2}
+        put(Gradient, "_reduce_over_replicas", lambda *_: DONE),
+        "missing",
+        degrees={"strategy": "hsdp", "dp_replicate": 2},
     ),
     "gradients of experts are summed over ranks with other experts": Fault(
         put(Comms, "of", lambda self, _: self), "without need", "mixtral", {"ep": 2}

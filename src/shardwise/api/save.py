@@ -512,9 +512,9 @@ class _Targets:
                 "  Call sw.load without average, and begin one anew."
             )
         settings = read_average(self._checkpoint.path, self._checkpoint.data[_AVERAGE])
-        fresh, extents = average.fresh()
+        new_averages, extents = average.fresh()
         self.extents += extents
-        self.installs.append(partial(average.install, fresh, settings))
+        self.installs.append(partial(average.install, new_averages, settings))
         self.unread.discard(f"{_AVERAGE}/")
 
     def rank_state(self) -> dict[str, Any]:

@@ -64,10 +64,10 @@ class Owner:
     Attributes:
         parameters: The module's ``_parameters``. The module itself has only a weak reference, so that it can be freed.
         is_guarded: Whether ``state_dict()`` and similar methods of the module refuse sharded parameters.
-        given: Names of parameters that ``torch.func.functional_call`` has replaced for this call.
+        replaced: Names of parameters that ``torch.func.functional_call`` has replaced for this call.
     """
 
-    __slots__ = ("flat_weights", "given", "is_guarded", "module", "parameters", "path", "shards", "unsharded")
+    __slots__ = ("flat_weights", "is_guarded", "module", "parameters", "path", "replaced", "shards", "unsharded")
 
     def __init__(self, module: nn.Module, path: str, shards: dict[str, nn.Parameter]) -> None:
         self.module = weakref.ref(module)
@@ -76,37 +76,37 @@ class Owner:
         self.shards = shards
         self.is_guarded = False
         self.unsharded: dict[str, nn.Parameter] = {}
-        self.given: frozenset[str] = frozenset()
+        self.replaced: frozenset[str] = frozenset()
         # RNNs read their weights from a separate list.
         self.flat_weights = torch_private.rnn_weight_names(module) if isinstance(module, nn.RNNBase) else None
 
     def put(self, parameters: dict[str, nn.Parameter]) -> None:
         """Make the module compute with ``parameters``."""
-        if self.given:
-            parameters = {name: parameter for name, parameter in parameters.items() if name not in self.given}
+        if self.replaced:
+            parameters = {name: parameter for name, parameter in parameters.items() if name not in self.replaced}
         self.parameters.update(parameters)
         if self.flat_weights is not None:
             module = self.module()
             if module is not None:
                 module.__dict__["_flat_weights"] = [self.parameters.get(name) for name in self.flat_weights]
 
-    def take_given(self) -> None:
+    def accept_replaced(self) -> None:
         """Accept tensors that ``functional_call`` has put in place of shards; refuse any other replacement."""
         names = [name for name, shard in self.shards.items() if self.parameters.get(name) is not shard]
         title = f"{self.path}.{names[0]}".lstrip(".")
         if not torch_private.is_in_functional_call():
             raise replaced_after(title)
         for name in names:
-            given, shape = self.parameters[name], list(self.unsharded[name].shape)
-            if given is None or list(given.shape) != shape:
+            value, shape = self.parameters[name], list(self.unsharded[name].shape)
+            if value is None or list(value.shape) != shape:
                 raise StateError(
                     f"torch.func.functional_call() gave {title!r} a value of shape"
-                    f" {None if given is None else list(given.shape)}; its unit computes with shape {shape}, of which"
+                    f" {None if value is None else list(value.shape)}; its unit computes with shape {shape}, of which"
                     " this rank's parameter is a part.\n"
                     "  Make the values from model.state_dict() of `with sw.full_parameters(model):`, or set"
                     " strategy='ddp', under which model.named_parameters() gives whole tensors."
                 )
-        self.given = frozenset(names)
+        self.replaced = frozenset(names)
 
 
 def replaced_after(name: str) -> StateError:
@@ -152,7 +152,7 @@ class Member:
             return
         for owner in self.owners:
             if not all(map(operator.is_, map(owner.parameters.get, owner.shards), owner.shards.values())):
-                owner.take_given()  # if it raises, the module keeps the user's tensors
+                owner.accept_replaced()  # if it raises, the module keeps the user's tensors
         self.uses_unsharded = True
         for owner in self.owners:
             owner.put(owner.unsharded)
@@ -166,7 +166,7 @@ class Member:
         self.uses_unsharded = False
         for owner in self.owners:
             owner.put(owner.shards)
-            owner.given = frozenset()
+            owner.replaced = frozenset()
         for hooks, guard in self.guards:
             hooks[_GUARD] = guard
 

@@ -48,8 +48,10 @@ def _check_bits(optimizer: torch.optim.Optimizer) -> None:
     cls = type(optimizer)
     if not cls.__module__.startswith("bitsandbytes.optim") or bits_of(optimizer) != 8:
         return
-    given = (p for settings in optimizer.param_groups for p in settings["params"])
-    if any((owner := group_of(parameter)) is not None and owner.placements.shards_optimizer for parameter in given):
+    parameters = (p for settings in optimizer.param_groups for p in settings["params"])
+    if any(
+        (owner := group_of(parameter)) is not None and owner.placements.shards_optimizer for parameter in parameters
+    ):
         raise StateError(
             f"bitsandbytes' {cls.__name__} keeps its state in blocks of 8 bit, with one scale each, and chooses by a"
             " tensor's size which state is kept so: on shards it would round differently than on whole parameters, and"
@@ -93,13 +95,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 continue
         engine.wait_for_host()  # masters on the host are about to be written
         _check_moment(engine, has_closure=has_closure)
-        for tell in tuple(engine.extras.before_step):
-            tell(engine, optimizer)
+        for notify in tuple(engine.extras.before_step):
+            notify(engine, optimizer)
     if not is_inside_backward and _seen.get(optimizer) != (content := content_of(optimizer)):
         _check_bits(optimizer)
         _check(optimizer)
         _check_state(optimizer)
-        if _check_beside(optimizer, engines):
+        if _check_outside(optimizer, engines):
             _seen[optimizer] = content
     if has_closure and flat_parameters.flats_of(optimizer):
         raise StateError(
@@ -116,10 +118,10 @@ def _step_begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     flat_parameters.before_step(optimizer)
     part.hide_parts(optimizer)
 
-    def covered(given: Any) -> Any:
-        return functools.partial(part.call_with_parts, optimizer, given) if callable(given) else given
+    def with_parts(argument: Any) -> Any:
+        return functools.partial(part.call_with_parts, optimizer, argument) if callable(argument) else argument
 
-    return (optimizer, *map(covered, args[1:])), {name: covered(given) for name, given in kwargs.items()}
+    return (optimizer, *map(with_parts, args[1:])), {name: with_parts(argument) for name, argument in kwargs.items()}
 
 
 def _check_moment(engine: Engine, *, has_closure: bool) -> None:
@@ -165,9 +167,9 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
                     f"  Build it on model.parameters(), or call sw.declare_elementwise({type(optimizer).__name__}) if"
                     " each element's update depends on that element alone."
                 )
-            held = slice_of(parameter)
-            if held is not None and not keeps(held, needed):
-                raise _cut_refusal(type(optimizer).__name__, needed, parameter, held)
+            own_slice = slice_of(parameter)
+            if own_slice is not None and not keeps(own_slice, needed):
+                raise _cut_refusal(type(optimizer).__name__, needed, parameter, own_slice)
             place = place_of(parameter)
             if place is None or not place[0].placements.shards_optimizer:
                 continue  # every rank has the full parameter; by the layout, so that all ranks decide alike
@@ -177,8 +179,8 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 
 def _refuse_parts(optimizer: torch.optim.Optimizer) -> None:
     """Refuse ``optimizer.state_dict()`` if it would return the state of one rank's parts."""
-    given = (p for settings in optimizer.param_groups for p in settings["params"])
-    if any((owner := group_of(parameter)) is not None and owner.facts.holds_part for parameter in given):
+    parameters = (p for settings in optimizer.param_groups for p in settings["params"])
+    if any((owner := group_of(parameter)) is not None and owner.facts.holds_part for parameter in parameters):
         raise StateError(
             f"{type(optimizer).__name__}.state_dict() would give this rank's part of the optimizer's state: the model"
             " is parallelized.\n"
@@ -187,10 +189,10 @@ def _refuse_parts(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _cut_refusal(name: str, needed: Granularity | None, parameter: torch.nn.Parameter, held: Slice) -> StateError:
+def _cut_refusal(name: str, needed: Granularity | None, parameter: nn.Parameter, owned: Slice) -> StateError:
     """Make the error for an optimizer that cannot work on a slice: of row sharding, tensor or expert parallelism."""
     place = place_of(parameter)
-    title = f" {held.names[0]!r}" if held.names else ""
+    title = f" {owned.names[0]!r}" if owned.names else ""
     if place is not None:
         title = f" {place[0].layout.params[place[1]].name!r}"
     needs = "is not known to work element by element" if needed is None else f"needs every {_part(needed)} on one rank"
@@ -200,8 +202,8 @@ def _cut_refusal(name: str, needed: Granularity | None, parameter: torch.nn.Para
     whole = "Leave it out of row_sharded" if is_spread else "Set tp=1 (ep=1)"
     whole = f"{_instead(name)}{whole}"
     return StateError(
-        f"{name} {needs}, but of parameter{title} of logical shape {list(held.shape)} each {ranks} updates a part, this"
-        f" one {list(held.local_shape)}.\n"
+        f"{name} {needs}, but of parameter{title} of logical shape {list(owned.shape)} each {ranks} updates a part,"
+        f" this one {list(owned.local_shape)}.\n"
         f"  {whole}, or use an element-wise optimizer{advice}."
     )
 
@@ -219,10 +221,10 @@ def _refusal(name: str, needed: Granularity | None, group: Group, index: int) ->
     """Make the error for an optimizer that cannot work on a parameter at the plan's granularity."""
     spec, granularity = group.layout.params[index], group.layout.granularity
     size = group.layout.size
-    held = f"this rank holds {group.pieces[index].numel} of its {spec.numel} elements."
+    owned = f"this rank holds {group.pieces[index].numel} of its {spec.numel} elements."
     if size == 1:
-        held = "dp_shard is 1, so that this rank has all of it, but plans must not depend on that."
-    place = f"parameter {spec.name!r} of logical shape {list(spec.shape)} is sharded by {granularity}: {held}"
+        owned = "dp_shard is 1, so that this rank has all of it, but plans must not depend on that."
+    place = f"parameter {spec.name!r} of logical shape {list(spec.shape)} is sharded by {granularity}: {owned}"
     if needed is not None:
         value = f"sw.block({needed.numel})" if needed.kind == "block" else repr(needed.kind)
         return StateError(
@@ -278,7 +280,7 @@ class Added(Observer):
 def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
     """Refuse trained parameters in the model that belong to no unit, and any that replace one of a unit.
 
-    A unit refuses replaced parameters of its modules itself (``Owner.take_given``), but does not detect a replaced
+    A unit refuses replaced parameters of its modules itself (``Owner.accept_replaced``), but does not detect a replaced
     module.
     """
     root = engine.units[0].members[0].module()
@@ -300,7 +302,7 @@ def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda 
             )
 
 
-def _check_beside(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> bool:
+def _check_outside(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> bool:
     """Refuse an optimizer that would train parameters on each rank separately.
 
     Parameters that were added to a parallelized model are refused. Parameters outside of the model may be synchronized
@@ -312,17 +314,17 @@ def _check_beside(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> bo
     Collective:
         With parameters outside of the model, an all-gather of a text over the ranks that train the model.
     """
-    given = [p for settings in optimizer.param_groups for p in settings["params"]]
-    others = {id(p): p for p in given if group_of(p) is None and p.requires_grad}
+    parameters = [p for settings in optimizer.param_groups for p in settings["params"]]
+    others = {id(p): p for p in parameters if group_of(p) is None and p.requires_grad}
     if not others:
         return True
     for engine in _current():
         _refuse_added(engine, only=lambda parameter: id(parameter) in others)
     known = {id(p) for engine in engines for p in ignored_of(engine).parameters.values()}
-    beside = [p for key, p in others.items() if key not in known and type(p.data) is torch.Tensor]
-    if not beside or not engines or engines[0].comms.control.size == 1:
+    outside = [p for key, p in others.items() if key not in known and type(p.data) is torch.Tensor]
+    if not outside or not engines or engines[0].comms.control.size == 1:
         return True
-    return _compare_gradients(beside, engines[0])
+    return _compare_gradients(outside, engines[0])
 
 
 def _current() -> list[Engine]:
@@ -330,7 +332,7 @@ def _current() -> list[Engine]:
     return [engine for engine in tuple(_watched) if engine_around(engine.units[0]) is engine]
 
 
-def engines_beside(parameters: Iterable[Tensor]) -> list[Engine]:
+def engines_ignoring(parameters: Iterable[Tensor]) -> list[Engine]:
     """Return the engines that ignore some of these parameters, in the order of the parameters."""
     engines = _current()
     return [engine for parameter in parameters for engine in engines if parameter in ignored_of(engine)]

@@ -18,7 +18,7 @@ from shardwise.engine.storage.attachment import attachment_of, engine_around, en
 from shardwise.engine.storage.flat_parameters import group_of
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.waiting import refuse_sums
-from shardwise.optim.checks import engines_beside
+from shardwise.optim.checks import engines_ignoring
 from shardwise.optim.in_backward import refuse
 from shardwise.spec.errors import StateError
 
@@ -111,7 +111,7 @@ def _chosen(given: nn.Module | Tensor | Iterable[nn.Module | Tensor]) -> dict[En
         parameters = list(each.parameters() if isinstance(each, nn.Module) else getattr(each, "shards", (each,)))
         groups = [group for parameter in parameters if (group := group_of(parameter)) is not None]
         engines = [engine for group in groups if (engine := engine_around(group.unit)) is not None]
-        engines += engines_beside(parameters) if len(groups) < len(parameters) else ()
+        engines += engines_ignoring(parameters) if len(groups) < len(parameters) else ()
         if attachment is not None:
             engines.append(attachment.engine)
         elif not engines and isinstance(each, nn.Module):

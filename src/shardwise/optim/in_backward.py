@@ -126,8 +126,8 @@ def _check(engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> Non
         accept(optimizer)
     _check_ignored(engine)
     drop_zeroed(engine)
-    given = [p for optimizer in optimizers for settings in optimizer.param_groups for p in settings["params"]]
-    counts = Counter(id(p) for each in given for p in (each.shards if isinstance(each, FlatParameter) else (each,)))
+    listed = [p for optimizer in optimizers for settings in optimizer.param_groups for p in settings["params"]]
+    counts = Counter(id(p) for each in listed for p in (each.shards if isinstance(each, FlatParameter) else (each,)))
     for group in engine.groups:
         for spec, piece, shard in zip(group.layout.params, group.pieces, group.shards, strict=True):
             if shard.grad is not None or group.gradient.is_local:
@@ -174,7 +174,7 @@ class UpdateInBackward(Observer):
         self._num_parameters = -1
         self._thread = ThreadPoolExecutor(1, "shardwise-update")  # starts at the first update on the host
         self._on_host: list[Future[None]] = []  # updates on the host in this backward
-        self._steps = threading.Lock()  # an optimizer steps for one group at a time
+        self._step_lock = threading.Lock()  # an optimizer steps for one group at a time
         for optimizer in optimizers:
             torch_private.take_scale_as_attribute(optimizer)
         for group in engine.groups:
@@ -235,7 +235,7 @@ class UpdateInBackward(Observer):
         """Step the optimizers for the parameters of a group that have a gradient."""
         if all(shard.grad is None for shard in group.shards):
             return
-        with self._steps:
+        with self._step_lock:
             flats = [p for part in self._parts_of(group) for p in part if isinstance(p, FlatParameter)]
             if any(flat.is_partial for flat in flats):
                 for optimizer in self.optimizers:
@@ -264,11 +264,11 @@ class UpdateInBackward(Observer):
 
 def _step_on(optimizer: torch.optim.Optimizer, parts: Iterator[list[nn.Parameter]]) -> None:
     """Step ``optimizer`` as if it had only the parameters in the next ``parts``."""
-    whole = [settings["params"] for settings in optimizer.param_groups]
+    all_params = [settings["params"] for settings in optimizer.param_groups]
     try:
         for settings in optimizer.param_groups:
             settings["params"] = next(parts)
         optimizer.step()
     finally:
-        for settings, params in zip(optimizer.param_groups, whole, strict=True):
+        for settings, params in zip(optimizer.param_groups, all_params, strict=True):
             settings["params"] = params

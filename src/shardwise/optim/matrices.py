@@ -1,10 +1,10 @@
-"""Exchange of matrices: slices are collected into full matrices, each on one rank, and results are sent back.
+"""Exchange of matrices: slices are gathered into full matrices, each on one rank, and results are scattered.
 
 With three matrices over two ranks, ``a`` and ``c`` owned by rank 0 and ``b`` by rank 1::
 
-    collect      rank 0 has a0 b0 c0       -- b0 -->          rank 1 assembles b
+    gather       rank 0 has a0 b0 c0       -- b0 -->          rank 1 assembles b
                  rank 1 has a1 b1 c1       -- a1 c1 -->       rank 0 assembles a and c
-    give back    rank 0                    -- a1 c1 -->       rank 1
+    scatter      rank 0                    -- a1 c1 -->       rank 1
                  rank 1                    -- b0 -->          rank 0
 
 Each direction is one all-to-all for all matrices. A slice of which several ranks have copies is sent by one of them,
@@ -28,7 +28,7 @@ from shardwise.spec.extent import Extent
 from shardwise.spec.layout import contiguous_stride
 
 #: The ranges of matrices on one rank, by the matrices' names.
-Held = Mapping[str, Extent]
+RankRanges = Mapping[str, Extent]
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Matrix:
     """A matrix and its distribution over ranks.
 
     Attributes:
-        whole: Extent of the full matrix.
+        full: Extent of the full matrix.
         holders: The range on each rank that has some of it, by rank.
         owner: The rank that assembles it.
     """
 
-    whole: Extent
+    full: Extent
     holders: Mapping[int, Extent]
     owner: int
 
@@ -53,30 +53,30 @@ class Matrix:
         return sorted(first.values())
 
 
-def assign(held: Sequence[Held], work: Callable[[tuple[int, ...]], float]) -> dict[str, Matrix]:
+def assign(by_rank: Sequence[RankRanges], work: Callable[[tuple[int, ...]], float]) -> dict[str, Matrix]:
     """Choose an owner for every matrix among the ranks with a part of it, so that work is balanced.
 
     Matrices are assigned in descending order of work, each to the rank with the least so far. All ranks compute the
     same result.
 
     Args:
-        held: The ranges on each rank, by rank.
+        by_rank: The ranges on each rank, by rank.
         work: Returns the work of a matrix, given its shape.
     """
     holders: dict[str, dict[int, Extent]] = {}
-    for rank, extents in enumerate(held):
+    for rank, extents in enumerate(by_rank):
         for name, extent in extents.items():
             if extent.numel:
                 holders.setdefault(name, {})[rank] = extent
-    load = [0.0] * len(held)
+    load = [0.0] * len(by_rank)
     found = {}
     costs = {name: work(next(iter(ranks.values())).shape) for name, ranks in holders.items()}
     for name in sorted(holders, key=lambda name: (-costs[name], name)):
         extent = next(iter(holders[name].values()))
         owner = min(holders[name], key=lambda rank: (load[rank], rank))
         load[owner] += costs[name]
-        whole = replace(extent, start=0, stop=math.prod(extent.shape), cuts=())
-        found[name] = Matrix(whole, holders[name], owner)
+        full = replace(extent, start=0, stop=math.prod(extent.shape), cuts=())
+        found[name] = Matrix(full, holders[name], owner)
     return {name: found[name] for name in sorted(found)}
 
 
@@ -92,20 +92,20 @@ class Exchange:
         self._comm, self._rank = comm, comm.rank
         self._matrices = matrices
         ranks = range(comm.size)
-        own, me = {name: m for name, m in matrices.items() if m.owner == self._rank}, self._rank
-        sent = {name: m for name, m in matrices.items() if me in m.senders()}
-        held = {name: m for name, m in matrices.items() if me in m.holders}
+        own, own_rank = {name: m for name, m in matrices.items() if m.owner == self._rank}, self._rank
+        sent = {name: m for name, m in matrices.items() if own_rank in m.senders()}
+        received = {name: m for name, m in matrices.items() if own_rank in m.holders}
         self._to_owners = [[name for name, m in sent.items() if m.owner == rank] for rank in ranks]
         self._from_senders = [[name for name, m in own.items() if rank in m.senders()] for rank in ranks]
         self._to_holders = [[name for name, m in own.items() if rank in m.holders] for rank in ranks]
-        self._from_owners = [[name for name, m in held.items() if m.owner == rank] for rank in ranks]
+        self._from_owners = [[name for name, m in received.items() if m.owner == rank] for rank in ranks]
 
     @property
     def owned(self) -> list[str]:
         """The names of the matrices that this rank assembles."""
         return [name for name, matrix in self._matrices.items() if matrix.owner == self._rank]
 
-    def collect(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    def gather(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """Assemble the matrices that this rank owns.
 
         Args:
@@ -116,23 +116,23 @@ class Exchange:
             All-to-all of every slice that its owner does not have, once, in ``dtype``. All ranks must call.
         """
         rows = [parts[name].to(dtype=dtype, device=self._comm.device) for names in self._to_owners for name in names]
-        arrived = exchange_rows(
+        received = exchange_rows(
             _packed(rows, dtype, self._comm.device),
             self._cuts(self._to_owners, lambda _: self._rank),
             self._cuts(self._from_senders, lambda rank: rank),
             self._comm,
             "matrices",
         )
-        wholes = {name: arrived.new_empty(self._matrices[name].whole.numel) for name in self.owned}
+        full = {name: received.new_empty(self._matrices[name].full.numel) for name in self.owned}
         place = 0
         for rank, names in enumerate(self._from_senders):
             for name in names:
                 extent = self._matrices[name].holders[rank]
-                copy_shared(extent, arrived[place : place + extent.numel], self._matrices[name].whole, wholes[name])
+                copy_shared(extent, received[place : place + extent.numel], self._matrices[name].full, full[name])
                 place += extent.numel
-        return {name: self._view(name, flat) for name, flat in wholes.items()}
+        return {name: self._view(name, flat) for name, flat in full.items()}
 
-    def give_back(self, wholes: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    def scatter(self, full: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """Send slices of full matrices from their owners to all ranks; returns this rank's slices, flat, by name.
 
         Collective:
@@ -142,20 +142,20 @@ class Exchange:
         for rank, names in enumerate(self._to_holders):
             for name in names:
                 matrix = self._matrices[name]
-                flat, extent = self._flat(name, wholes[name].to(dtype)), matrix.holders[rank]
+                flat, extent = self._flat(name, full[name].to(dtype)), matrix.holders[rank]
                 part = flat.new_empty(extent.numel)
-                copy_shared(matrix.whole, flat, extent, part)
+                copy_shared(matrix.full, flat, extent, part)
                 rows.append(part)
-        arrived = exchange_rows(
+        received = exchange_rows(
             _packed(rows, dtype, self._comm.device),
             self._cuts(self._to_holders, lambda rank: rank),
             self._cuts(self._from_owners, lambda _: self._rank),
             self._comm,
             "matrices",
         )
-        names = [name for held in self._from_owners for name in held]
+        names = [name for of_owner in self._from_owners for name in of_owner]
         sizes = [self._matrices[name].holders[self._rank].numel for name in names]
-        return dict(zip(names, arrived.split(sizes), strict=True))
+        return dict(zip(names, received.split(sizes), strict=True))
 
     def _cuts(self, by_rank: Sequence[Sequence[str]], holder: Callable[[int], int]) -> list[int]:
         """Return offsets of the elements for or from each rank, and the end; ``holder`` maps it to the range's rank."""
@@ -165,8 +165,8 @@ class Exchange:
         return list(accumulate(sizes, initial=0))
 
     def _view(self, name: str, flat: Tensor) -> Tensor:
-        whole = self._matrices[name].whole
-        return flat.as_strided(whole.shape, whole.stride or contiguous_stride(whole.shape))
+        full = self._matrices[name].full
+        return flat.as_strided(full.shape, full.stride or contiguous_stride(full.shape))
 
     def _flat(self, name: str, matrix: Tensor) -> Tensor:
         """Return the elements of a matrix in the memory order of the parameter."""

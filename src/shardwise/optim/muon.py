@@ -22,7 +22,7 @@ from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import memory_order
 from shardwise.engine.storage.attachment import engine_around, place_of
 from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
-from shardwise.optim.matrices import Exchange, Held, Matrix, assign
+from shardwise.optim.matrices import Exchange, Matrix, RankRanges, assign
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent, packed, unpacked
 
@@ -150,11 +150,11 @@ class Muon(torch.optim.Optimizer):
 
         It is rounded here, because the iteration begins with that, and takes half of the memory.
         """
-        given = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if not given:
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not trained:
             return {}
-        grads, buffers = [parameter.grad for parameter in given], []
-        for parameter in given:
+        grads, buffers = [parameter.grad for parameter in trained], []
+        for parameter in trained:
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
@@ -164,7 +164,7 @@ class Muon(torch.optim.Optimizer):
         for grad, buffer in zip(grads, buffers, strict=True):
             buffer.lerp_(grad, 1 - momentum)
             updates.append((grad.lerp(buffer, momentum) if group["nesterov"] else buffer).to(_WIRE))
-        return dict(zip(given, updates, strict=True))
+        return dict(zip(trained, updates, strict=True))
 
     def _orthogonalized(
         self, updates: dict[Tensor, Tensor], settings: Mapping[Tensor, dict[str, Any]]
@@ -178,7 +178,7 @@ class Muon(torch.optim.Optimizer):
                 continue
             parts: dict[str, Tensor] = {}
             groups: dict[str, dict[str, Any]] = {}
-            held: dict[str, list[str]] = {}  # the matrices of each parameter, in the order of memory
+            matrices_of: dict[str, list[str]] = {}  # the matrices of each parameter, in the order of memory
             for name, parameter in names.items():
                 if parameter in updates:
                     extents = _matrices_in(name, extent_of(parameter))
@@ -187,14 +187,14 @@ class Muon(torch.optim.Optimizer):
                         zip(extents, memory_order(updates.pop(parameter)).split(sizes or 1), strict=bool(sizes))
                     )
                     groups |= dict.fromkeys(extents, settings[parameter])
-                    held[name] = list(extents)
-            exchange = self._exchange(engine, names, frozenset(held))
-            wholes = exchange.collect(parts, _WIRE)
+                    matrices_of[name] = list(extents)
+            exchange = self._exchange(engine, names, frozenset(matrices_of))
+            full = exchange.gather(parts, _WIRE)
             parts.clear()
-            results = {name: _orthogonal(wholes.pop(name), groups[name]) for name in list(wholes)}
-            given_back = exchange.give_back(results, _WIRE)
-            for name, matrices in held.items():
-                flats = [given_back[matrix] for matrix in matrices if matrix in given_back]
+            results = {name: _orthogonal(full.pop(name), groups[name]) for name in list(full)}
+            scattered = exchange.scatter(results, _WIRE)
+            for name, matrices in matrices_of.items():
+                flats = [scattered[matrix] for matrix in matrices if matrix in scattered]
                 if flats:
                     flat = flats[0] if len(flats) == 1 else torch.cat(flats)
                     found[names[name]] = _like(flat.to(names[name].device), names[name])
@@ -225,27 +225,27 @@ class Muon(torch.optim.Optimizer):
 
     def _exchange(self, engine: Engine, names: Mapping[str, Tensor], active: frozenset[str]) -> Exchange:
         if engine not in self._owners:
-            self._owners[engine] = assign(_held_by_all(engine, names), _work)
+            self._owners[engine] = assign(_ranges_on_all_ranks(engine, names), _work)
         known = self._exchanges.setdefault(engine, {})
         if active not in known:
-            away = names.keys() - active
+            inactive = names.keys() - active
             owners = self._owners[engine].items()
-            taking = {name: matrix for name, matrix in owners if name.partition("[")[0] not in away}
-            known[active] = Exchange(taking, engine.comms.world)
+            taken = {name: matrix for name, matrix in owners if name.partition("[")[0] not in inactive}
+            known[active] = Exchange(taken, engine.comms.world)
         return known[active]
 
     def _adamw(self, group: dict[str, Any]) -> None:
-        given = [parameter for parameter in group["params"] if parameter.grad is not None]
-        for parameter in given:
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in trained:
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        states = [self.state[parameter] for parameter in given]
+        states = [self.state[parameter] for parameter in trained]
         adamw(
-            given,
-            [parameter.grad for parameter in given],
+            trained,
+            [parameter.grad for parameter in trained],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -286,20 +286,20 @@ def logical_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(parameter.shape) if place is None else place[0].layout.params[place[1]].logical_shape
 
 
-def _held_by_all(engine: Engine, names: Mapping[str, Tensor]) -> list[Held]:
+def _ranges_on_all_ranks(engine: Engine, names: Mapping[str, Tensor]) -> list[RankRanges]:
     """Return the parts of the matrices on every rank. Only ``tp``, ``pp`` and ``ep`` need communication."""
     comms = engine.comms
     is_alike = comms.tp is None and comms.pp is None and comms.ep is None
     if is_alike or comms.world.device.type == "meta":  # a dry run has no peers
-        return [_each(_held_by(engine, names, rank)) for rank in range(comms.world.size)]
+        return [_split_stacks(_ranges_on(engine, names, rank)) for rank in range(comms.world.size)]
     own = {name: packed(extent_of(parameter)) for name, parameter in names.items()}
     everyone = all_gather_json(comms.world, own)
-    return [_each({name: unpacked(extent) for name, extent in told.items()}) for told in everyone]
+    return [_split_stacks({name: unpacked(extent) for name, extent in ranges.items()}) for ranges in everyone]
 
 
-def _each(held: Held) -> Held:
+def _split_stacks(ranges: RankRanges) -> RankRanges:
     """Return a rank's parts of every matrix, from its parts of the parameters."""
-    return {matrix: part for name, extent in held.items() for matrix, part in _matrices_in(name, extent).items()}
+    return {matrix: part for name, extent in ranges.items() for matrix, part in _matrices_in(name, extent).items()}
 
 
 def _matrices_in(name: str, extent: Extent) -> dict[str, Extent]:
@@ -317,7 +317,7 @@ def _matrices_in(name: str, extent: Extent) -> dict[str, Extent]:
     return found
 
 
-def _held_by(engine: Engine, names: Mapping[str, Tensor], rank: int) -> Held:
+def _ranges_on(engine: Engine, names: Mapping[str, Tensor], rank: int) -> RankRanges:
     """Return another rank's parts of this rank's matrices, if ``tp`` divides evenly."""
     comms = engine.comms
     tp, stage_size = comms.tp.size if comms.tp is not None else 1, comms.world.size
@@ -326,9 +326,9 @@ def _held_by(engine: Engine, names: Mapping[str, Tensor], rank: int) -> Held:
         return {}
     place, steps, found = rank // tp % comms.gather.size, rank % tp - comms.world.rank % tp, {}
     for name, parameter in names.items():
-        held = place_of(parameter)
-        assert held is not None
-        facts = held[0].facts
+        shard_place = place_of(parameter)
+        assert shard_place is not None
+        facts = shard_place[0].facts
         if place % facts.ep == comms.gather.rank % facts.ep:
             extent = extent_of(parameter, facts.place(place))
             found[name] = extent if facts.is_expert else _shifted(extent, steps)
@@ -372,8 +372,8 @@ def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
     """
 
     def one(part: Tensor) -> Tensor:
-        given = part.clone() if part.dtype is _WIRE else part  # the iteration overwrites bfloat16 input
-        return torch_private.orthogonalized(given, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        matrix = part.clone() if part.dtype is _WIRE else part  # the iteration overwrites bfloat16 input
+        return torch_private.orthogonalized(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
     if update.dim() == 3:
         return torch.stack([_orthogonal(matrix, group) for matrix in update.unbind()])

@@ -63,7 +63,7 @@ class ExponentialMovingAverage:
         self.decay = decay
         self.num_updates = 0
         self._model = weakref.ref(model)
-        self._is_in = False
+        self._is_swapped_in = False
         engine = engine_of(model, "sw.ExponentialMovingAverage")
         self._averages: list[tuple[weakref.ref[Group], Tensor]] = []
         for group in engine.groups:
@@ -83,7 +83,7 @@ class ExponentialMovingAverage:
         Raises:
             StateError: Called inside :meth:`swapped_in`, a forward or a backward; or the model has been deleted.
         """
-        engine = self._settled("update")
+        engine = self._idle_engine("update")
         for weights, average in self._weights(engine):
             average.lerp_(weights.to(average.dtype), 1 - self.decay)
         self.num_updates += 1
@@ -101,29 +101,29 @@ class ExponentialMovingAverage:
         Raises:
             StateError: Called inside itself, a forward or a backward; or the model has been deleted.
         """
-        engine = self._settled("swapped_in")
+        engine = self._idle_engine("swapped_in")
         hook = register_optimizer_step_pre_hook(_refuse_steps_of(weakref.ref(engine)))
-        kept = [_swap(weights, average) for weights, average in self._weights(engine)]
-        self._is_in = True
+        overwritten = [_swap(weights, average) for weights, average in self._weights(engine)]
+        self._is_swapped_in = True
         engine.invalidate()
         try:
             yield
         finally:
             hook.remove()
-            for (weights, average), own in zip(self._weights(engine), kept, strict=True):
-                if own is None:
+            for (weights, average), saved_weights in zip(self._weights(engine), overwritten, strict=True):
+                if saved_weights is None:
                     _swap(weights, average)
                 else:
-                    weights.copy_(own)
-            self._is_in = False
+                    weights.copy_(saved_weights)
+            self._is_swapped_in = False
             engine.invalidate()
 
-    def _settled(self, call: str) -> Engine:
+    def _idle_engine(self, call: str) -> Engine:
         call = f"ExponentialMovingAverage.{call}()"
         model = self._model()
         if model is None:
             raise StateError(f"{call}: the model is gone.\n  Keep it for as long as its average is used.")
-        if self._is_in:
+        if self._is_swapped_in:
             raise StateError(f"{call} inside swapped_in(): the model holds the average.\n  Call it outside.")
         engine = engine_of(model, call)
         engine.require_idle(call)
@@ -155,7 +155,7 @@ class ExponentialMovingAverage:
         Raises:
             StateError: As :meth:`update`.
         """
-        engine = self._settled("owned_extents")
+        engine = self._idle_engine("owned_extents")
         found: Pairs = []
         for name, (rows, average) in self._spread(engine).items():
             found.append((extent_of(f"{_AVERAGE}{name}", average, rows.shape, slice_of(rows)), average))
@@ -169,7 +169,7 @@ class ExponentialMovingAverage:
         Raises:
             StateError: As :meth:`update`.
         """
-        engine = self._settled("fresh")
+        engine = self._idle_engine("fresh")
         made: list[Tensor] = []
         extents: Pairs = []
         for group, average in self._pairs():
@@ -211,13 +211,13 @@ def _average_of(weights: Tensor) -> Tensor:
 def _swap(weights: Tensor, average: Tensor) -> Tensor | None:
     """Swap weights and average in place; if dtypes differ, overwrite the weights and return a copy of them."""
     if average.dtype is not weights.dtype:
-        own = weights.clone()
+        saved_weights = weights.clone()
         weights.copy_(average)
-        return own
-    for mine, other in zip(weights.split(_CHUNK_NUMEL), average.split(_CHUNK_NUMEL), strict=True):
-        chunk = mine.clone()
-        mine.copy_(other)
-        other.copy_(chunk)
+        return saved_weights
+    for weights_chunk, average_chunk in zip(weights.split(_CHUNK_NUMEL), average.split(_CHUNK_NUMEL), strict=True):
+        saved_chunk = weights_chunk.clone()
+        weights_chunk.copy_(average_chunk)
+        average_chunk.copy_(saved_chunk)
     return None
 
 
