@@ -42,7 +42,7 @@ from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import did_you_mean
 from shardwise.weights.init.materialize import (
     FromLater,
-    Given,
+    InitArgument,
     Missing,
     Source,
     fill_attributes,
@@ -55,7 +55,7 @@ from shardwise.weights.state.model import Unfilled, load_full_state_dict, load_r
 
 
 def parallelize(
-    model: nn.Module, plan: ParallelPlan | str | None = None, *, init: Given | None = None, **fields: Any
+    model: nn.Module, plan: ParallelPlan | str | None = None, *, init: InitArgument | None = None, **fields: Any
 ) -> nn.Module:
     """Make ``model`` train as ``plan`` says, on every rank of the world.
 
@@ -121,13 +121,13 @@ def parallelize(
     engine = engine_of(model, "sw.parallelize")
     if plan.precision.master_dtype is None:
         engine.extras.before_step.append(tell_of_narrow_masters)
-    given = source.given if isinstance(source, FromLater) else None
-    if isinstance(given, Missing):
-        Unfilled(given.reason, given.names).attach(engine)
-    elif isinstance(given, Mapping):
-        load_full_state_dict(model, given)
-    elif given is not None:
-        load_ranges(model, given.read, given)
+    later = source.later if isinstance(source, FromLater) else None
+    if isinstance(later, Missing):
+        Unfilled(later.reason, later.names).attach(engine)
+    elif isinstance(later, Mapping):
+        load_full_state_dict(model, later)
+    elif later is not None:
+        load_ranges(model, later.read, later)
     if plan.placements.is_threaded:
         _describe(engine, [data_parallel.install(model)])
     add_wrapper_methods(model, counted)

@@ -256,7 +256,7 @@ class _Recorder(TorchDispatchMode):
 
     def _write(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, mutated: Sequence[Tensor]) -> None:
         """Record an operation. A random one advances its generator, as in a plain run."""
-        args, kwargs, outputs = (tree_map(_noted, held) for held in (args, kwargs, list(tree_iter(result))))
+        args, kwargs, outputs = (tree_map(_noted, each) for each in (args, kwargs, list(tree_iter(result))))
         reads = {storage_identity(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and t.is_meta}
         made = [out for out in outputs if isinstance(out, Tensor) and storage_identity(out) not in reads]
         writes = set(map(storage_identity, (*made, *mutated)))
@@ -294,13 +294,13 @@ def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def _on_meta(held: Any) -> Any:
+def _on_meta(arguments: Any) -> Any:
     def move(value: Any) -> Any:
         if isinstance(value, Tensor) and not value.is_meta and value.dim():
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         return torch.device("meta") if isinstance(value, torch.device) else value
 
-    moved = tree_map(move, held)
+    moved = tree_map(move, arguments)
     if isinstance(moved, dict):
         moved = {key: None if key == "generator" else value for key, value in moved.items()}
         if moved.get("device", moved) is None:

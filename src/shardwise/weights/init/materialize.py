@@ -59,7 +59,7 @@ class Weights(Protocol):
 
 
 #: The types that ``sw.parallelize`` accepts as ``init``.
-Given = Init | Mapping[str, Tensor] | Weights
+InitArgument = Init | Mapping[str, Tensor] | Weights
 
 
 class Source:
@@ -106,7 +106,7 @@ class Source:
         return self._recording.materialize([tensor.detach()])[0].to(device)
 
 
-def find_source(model: nn.Module, init: Given | None, *, is_sent: bool) -> Source | None:
+def find_source(model: nn.Module, init: InitArgument | None, *, is_sent: bool) -> Source | None:
     """Choose the source for the meta tensors of ``model``; ``None`` if there are none, or if they must be refused.
 
     ``is_sent``: rank 0 sends its weights (``sync="rank0"``).
@@ -118,24 +118,24 @@ def find_source(model: nn.Module, init: Given | None, *, is_sent: bool) -> Sourc
             f"init was given, but no tensor of {type(model).__name__} is on the meta device: it would do nothing.\n"
             "  Build the model under torch.device('meta') or with sw.deferred_init, or leave init out."
         )
-    is_untold = init is None and recording is None
+    has_no_source = init is None and recording is None
     is_partly_real = any(parameter.is_meta for parameter in model.parameters()) and not all(
         parameter.is_meta for parameter in model.parameters()
     )
-    if not is_meta or (is_untold and (is_sent or is_partly_real)):
+    if not is_meta or (has_no_source and (is_sent or is_partly_real)):
         return None  # weights that the user forgot to load must not be initialized at random: they will be refused
     unsaved = _unsaved_buffers(model)
     reason = None if init is not None or recording is not None else _no_reset(model)
     if isinstance(init, Mapping | Weights):
-        given = init
+        later = init
     elif reason is not None:
-        given = Missing(reason, frozenset(_saved_names(model)))
+        later = Missing(reason, frozenset(_saved_names(model)))
     else:
         return Source(recording if recording is not None and init is None else record_init(model, init))
     if unsaved and recording is None:
         recording = record_init(model, None, only=unsaved)
     is_used = unsaved or any(_plain_attributes(module) for module in model.modules())
-    return FromLater(recording if is_used else None, unsaved, given)
+    return FromLater(recording if is_used else None, unsaved, later)
 
 
 def fill_parameters(
@@ -158,11 +158,11 @@ def _without_memory(like: Tensor, device: torch.device) -> Tensor:
     return tensor
 
 
-def become(held: nn.Parameter, value: Tensor) -> None:
+def become(parameter: nn.Parameter, value: Tensor) -> None:
     """Give a parameter a value. The object stays, because an optimizer may refer to it."""
-    real = nn.Parameter(value, requires_grad=held.requires_grad)
-    real.__dict__.update(held.__dict__)
-    torch.utils.swap_tensors(held, real)
+    real = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    real.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, real)
 
 
 def fill_buffers(model: nn.Module, make: Callable[[Tensor, str], Tensor]) -> None:
@@ -181,12 +181,12 @@ def fill_attributes(model: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
     """Replace each meta tensor that is a plain attribute, or nested in one, by the result of ``make``."""
     made: dict[int, Tensor] = {}
 
-    def fill(held: Any) -> Any:
-        if not _is_plain_meta(held):
-            return held
-        if id(held) not in made:
-            made[id(held)] = make(held)
-        return made[id(held)]
+    def fill(value: Any) -> Any:
+        if not _is_plain_meta(value):
+            return value
+        if id(value) not in made:
+            made[id(value)] = make(value)
+        return made[id(value)]
 
     found = [(vars(module), _plain_attributes(module)) for module in model.modules()]  # keeps ids in use
     for attributes, plain in found:
@@ -220,18 +220,18 @@ def record_init(model: nn.Module, init: Init | None, *, only: Collection[int] | 
     """
     recording, unfilled = Recording(), dict[int, tuple[Tensor, StateError]]()
     for path, module in model.named_modules():
-        held = _meta_tensors(module)
-        wanted = {name: tensor for name, tensor in held.items() if only is None or id(tensor) in only}
+        tensors = _meta_tensors(module)
+        wanted = {name: tensor for name, tensor in tensors.items() if only is None or id(tensor) in only}
         if not wanted:
             continue
-        recording.blank |= set(map(torch_private.storage_identity, held.values()))
+        recording.blank |= set(map(torch_private.storage_identity, tensors.values()))
         errors = {name: _unfilled(path, module, name, init) for name in wanted}
         if init is None and not callable(getattr(module, "reset_parameters", None)):
             raise next(iter(errors.values()))
         with recorded(recording):
             (init or _reset)(module)
             for table in _tables(module):
-                for name, tensor in held.items():
+                for name, tensor in tensors.items():
                     if table.get(name, tensor) is not tensor:  # the module has replaced it
                         tensor.detach().copy_(table[name].detach())
                         table[name] = tensor
@@ -268,12 +268,12 @@ class FromLater(Source):
     """Source that leaves parameters empty; they are loaded after sharding."""
 
     def __init__(
-        self, recording: Recording | None, unsaved: Collection[int], given: Mapping[str, Tensor] | Weights | Missing
+        self, recording: Recording | None, unsaved: Collection[int], later: Mapping[str, Tensor] | Weights | Missing
     ) -> None:
         super().__init__(recording)
-        self.given = given
+        self.later = later
         self._unsaved = unsaved
-        self._files = given if isinstance(given, Weights) and not isinstance(given, Mapping) else None
+        self._files = later if isinstance(later, Weights) and not isinstance(later, Mapping) else None
 
     def check(self, names: Iterable[str]) -> None:
         """Refuse uninitialized parameters (``names``) that are not in the files."""
@@ -382,7 +382,7 @@ def _reset(module: nn.Module) -> None:
 
 
 def _meta_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {n: held for table in _tables(module) for n, held in table.items() if held is not None and held.is_meta}
+    return {n: t for table in _tables(module) for n, t in table.items() if t is not None and t.is_meta}
 
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:

@@ -124,13 +124,13 @@ def _compare_layouts(tensors: dict[str, Tensor], comm: Comm) -> None:
         show=lambda: versions,
         error=ConfigError,
     )
-    mine = [f"{name} {list(t.shape)} {t.dtype} {list(t.stride())}" for name, t in tensors.items()]
+    own_lines = [f"{name} {list(t.shape)} {t.dtype} {list(t.stride())}" for name, t in tensors.items()]
     check_same(
         comm,
-        digest_text("\n".join(mine)),
+        digest_text("\n".join(own_lines)),
         "the ranks hold different models",
         "Build the same model, in the same dtype, on every rank.",
-        show=lambda: mine,
+        show=lambda: own_lines,
     )
 
 
@@ -171,5 +171,5 @@ def _materialize(module: nn.Module, tensors: dict[str, Tensor], comm: Comm) -> d
         if parameter.is_meta:
             become(parameter, like(parameter))
     fill_buffers(module, like)
-    held = dict(module.named_parameters()) | dict(module.named_buffers())
-    return {name: held[name] for name in tensors}
+    all_tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: all_tensors[name] for name in tensors}

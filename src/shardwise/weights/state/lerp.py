@@ -66,7 +66,7 @@ def lerp_parameters(target: nn.Module, source: nn.Module, weight: float) -> None
             if into.group is None and group is None:
                 into.parameter.lerp_(by.parameter.to(into.parameter), weight)
                 continue
-            held, piece = into.elements(None if into.group is None else values[into.group])
+            elements, piece = into.elements(None if into.group is None else values[into.group])
             if group is None or is_aligned:
                 other, _ = by.elements(flat)
             else:
@@ -75,7 +75,7 @@ def lerp_parameters(target: nn.Module, source: nn.Module, weight: float) -> None
                 other = flat[offset + piece.start : offset + piece.stop]
             if group is None:
                 other = other[piece.start : piece.stop]
-            held.lerp_(other.to(held), weight)
+            elements.lerp_(other.to(elements), weight)
         del flat  # frees it before the next group is gathered
     for group, changed in values.items():
         group.set_values(changed)
@@ -85,7 +85,7 @@ def lerp_parameters(target: nn.Module, source: nn.Module, weight: float) -> None
             engine.invalidate(written)
 
 
-class _Side(NamedTuple):
+class _Parameter(NamedTuple):
     """A parameter of one of the two modules; ``group`` is ``None`` if it is not sharded by an engine."""
 
     name: str
@@ -123,12 +123,12 @@ def _cuts(part: Slice | None) -> tuple[Cut, ...]:
     return () if part is None else simplest(part.shape, part.cuts)
 
 
-def _side(name: str, parameter: nn.Parameter) -> _Side:
+def _parameter_of(name: str, parameter: nn.Parameter) -> _Parameter:
     group, index = place_of(parameter) or (None, 0)
-    return _Side(name, parameter, group, index)
+    return _Parameter(name, parameter, group, index)
 
 
-def _pairs(target: nn.Module, source: nn.Module) -> list[tuple[_Side, _Side]]:
+def _pairs(target: nn.Module, source: nn.Module) -> list[tuple[_Parameter, _Parameter]]:
     """Return the pairs of parameters with equal names; refuses those that do not fit."""
     ours, theirs = dict(target.named_parameters()), dict(source.named_parameters())
     if only := sorted(ours.keys() ^ theirs.keys()):
@@ -137,7 +137,7 @@ def _pairs(target: nn.Module, source: nn.Module) -> list[tuple[_Side, _Side]]:
             f"{_CALL}: {len(only)} parameters are in one module only, such as {only[0]!r} in the {where}.\n"
             "  Pass modules of one architecture, such as a module and a copy that was made before sw.parallelize()."
         )
-    pairs = [(_side(name, ours[name]), _side(name, theirs[name])) for name in ours]
+    pairs = [(_parameter_of(name, ours[name]), _parameter_of(name, theirs[name])) for name in ours]
     for into, by in pairs:
         are_plain = into.group is None and by.group is None  # strides may then differ
         if into.form[0] != by.form[0] or into.form[2] != by.form[2] or (into.form[1] != by.form[1] and not are_plain):
@@ -162,7 +162,7 @@ def _pairs(target: nn.Module, source: nn.Module) -> list[tuple[_Side, _Side]]:
     return pairs
 
 
-def _engines_of(pairs: Sequence[tuple[_Side, _Side]]) -> list[Engine]:
+def _engines_of(pairs: Sequence[tuple[_Parameter, _Parameter]]) -> list[Engine]:
     """Return the engines of both modules; refuses pipelines, and engines that are not between steps."""
     engines = list({engine: None for pair in pairs for side in pair if (engine := side.engine) is not None})
     for engine in engines:
@@ -176,7 +176,7 @@ def _engines_of(pairs: Sequence[tuple[_Side, _Side]]) -> list[Engine]:
     return engines
 
 
-def _is_aligned(into: _Side, by: _Side) -> bool:
+def _is_aligned(into: _Parameter, by: _Parameter) -> bool:
     """Whether every rank has the same range of both parameters. The result is the same on every rank."""
     if into.group is None or by.group is None:
         return into.group is by.group
@@ -186,7 +186,7 @@ def _is_aligned(into: _Side, by: _Side) -> bool:
     return _mesh_of(into) == _mesh_of(by) and here.layout.holders[into.index] == there.layout.holders[by.index]
 
 
-def _mesh_of(side: _Side) -> tuple[object, ...]:
+def _mesh_of(side: _Parameter) -> tuple[object, ...]:
     """Return the axis along which a parameter is sharded, and sizes of axes: these determine the ranks of a gather."""
     assert side.group is not None
     engine, gather = side.engine, side.group.comms.gather

@@ -50,19 +50,19 @@ _OPTIMIZER = "optimizer/"
 PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 
 
-def _is_elementwise(key: str, value: object, held: Tensor) -> bool:
-    """Whether optimizer state has one value for each element of ``held``, this rank's part of a parameter."""
-    return isinstance(value, Tensor) and value.shape == held.shape and (value.dim() > 0 or key not in PER_PARAMETER)
+def _is_elementwise(key: str, value: object, view: Tensor) -> bool:
+    """Whether optimizer state has one value for each element of ``view``, this rank's part of a parameter."""
+    return isinstance(value, Tensor) and value.shape == view.shape and (value.dim() > 0 or key not in PER_PARAMETER)
 
 
-class _Held:
+class _Part:
     """The piece of a parameter on this rank, and the shapes that its optimizer state may have."""
 
     def __init__(self, spec: ParamSpec, piece: Piece, view: Tensor, needed: Granularity | None) -> None:
         self.spec, self.piece, self.view = spec, piece, view
-        self._part = None  # elements of a row or block, if the optimizer works on those
+        self._block_numel = None  # elements of a row or block, if the optimizer works on those
         if needed is not None and spec.stride is None:
-            self._part = {"block": needed.numel, "row": row_numel(spec.logical_shape)}.get(needed.kind)
+            self._block_numel = {"block": needed.numel, "row": row_numel(spec.logical_shape)}.get(needed.kind)
 
     @classmethod
     def of_group(cls, group: Group, index: int, needed: Granularity | None) -> Self:
@@ -99,9 +99,9 @@ class _Held:
         """Return the logical range of state of ``shape``; ``None`` if only a full parameter can have such state."""
         if shape == tuple(self.view.shape):
             return self.spec.extent(self.piece.start, self.piece.stop, name=name, dtype=dtype)
-        for local, whole, cuts in self._per_part():
-            if shape == local and self._part:
-                start, stop = self.piece.start // self._part, -(-self.piece.stop // self._part)
+        for local, whole, cuts in self._per_block():
+            if shape == local and self._block_numel:
+                start, stop = self.piece.start // self._block_numel, -(-self.piece.stop // self._block_numel)
                 return Extent(name, whole, dtype, start, stop, cuts=cuts)
         return Extent(name, shape, dtype, 0, math.prod(shape)) if self.is_whole else None
 
@@ -111,22 +111,22 @@ class _Held:
             return tuple(self.view.shape)
         if self.is_whole:
             return stored
-        return next((local for local, whole, _ in self._per_part() if whole == stored), None)
+        return next((local for local, whole, _ in self._per_block() if whole == stored), None)
 
-    def _per_part(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[Cut, ...]]]:
+    def _per_block(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[Cut, ...]]]:
         """Yield shapes with one value per row or block: on this rank, of the full parameter, and cuts of the slice."""
-        if not self._part:
+        if not self._block_numel:
             return
         logical = self.spec.logical_shape
-        cuts = self._cuts_of_parts(self._part)
+        cuts = self._cuts_of_blocks(self._block_numel)
         if cuts is not None:
-            yield (-(-self.piece.numel // self._part),), (-(-math.prod(logical) // self._part),), cuts
+            yield (-(-self.piece.numel // self._block_numel),), (-(-math.prod(logical) // self._block_numel),), cuts
         first = first_row_dim(len(logical))
         ones = (1,) * (len(logical) - first)
         if ones and all(cut.dim < first for cut in self.cuts):
             yield (*self.view.shape[:first], *ones), (*logical[:first], *ones), self.cuts
 
-    def _cuts_of_parts(self, part: int) -> tuple[Cut, ...] | None:
+    def _cuts_of_blocks(self, part: int) -> tuple[Cut, ...] | None:
         """Return the rows or blocks of this slice as cuts; ``None`` if the slice divides a row or block."""
         if not self.cuts:
             return ()
@@ -149,14 +149,16 @@ def _tensors(state: Mapping[str, Any], view: Tensor) -> Iterator[tuple[str, Tens
             yield from ((f"{key}.{attribute}", tensor, True) for attribute, tensor in inner.items())
 
 
-def _held_by(engine: Engine, optimizer: torch.optim.Optimizer, ignored: Names) -> Iterator[tuple[nn.Parameter, _Held]]:
+def _pieces_of(
+    engine: Engine, optimizer: torch.optim.Optimizer, ignored: Names
+) -> Iterator[tuple[nn.Parameter, _Part]]:
     """Yield every parameter of the engine, and the ignored ones in ``ignored``, with their pieces."""
     needed = needed_by(optimizer)
     for group in engine.groups:
         for index, shard in enumerate(group.shards):
-            yield shard, _Held.of_group(group, index, needed)
+            yield shard, _Part.of_group(group, index, needed)
     for parameter, name in ignored.items():
-        yield parameter, _Held.alone(parameter, name)
+        yield parameter, _Part.alone(parameter, name)
 
 
 # -- saving
@@ -171,42 +173,42 @@ def optimizer_extents(
     for optimizer in optimizers:
         needed, states = needed_by(optimizer), states_by_name(optimizer)
         owned = [
-            (group.shards[piece.index], _Held.of_group(group, piece.index, needed), piece)
+            (group.shards[piece.index], _Part.of_group(group, piece.index, needed), piece)
             for group in engine.groups
             for piece in owned_pieces(engine, group)
         ]
-        alone = ((parameter, _Held.alone(parameter, name)) for parameter, name in (ignored or {}).items())
-        owned += [(parameter, held, held.piece) for parameter, held in alone]
-        for parameter, held, piece in owned:
-            found += _written(held, piece, states.get(parameter, {}))
+        alone = ((parameter, _Part.alone(parameter, name)) for parameter, name in (ignored or {}).items())
+        owned += [(parameter, part, part.piece) for parameter, part in alone]
+        for parameter, part, piece in owned:
+            found += _written(part, piece, states.get(parameter, {}))
     return found
 
 
-def _written(held: _Held, owned: Piece, state: Mapping[str, Any]) -> Iterator[tuple[Extent, Tensor]]:
+def _written(part: _Part, owned: Piece, state: Mapping[str, Any]) -> Iterator[tuple[Extent, Tensor]]:
     """Yield the ranges of a parameter's state that this rank writes; of copies, the first rank writes."""
-    for key, value, is_inner in _tensors(state, held.view):
-        name, shape, dtype = f"{_OPTIMIZER}{held.spec.name}/{key}", tuple(value.shape), dtype_name(value.dtype)
-        extent = held.extent(shape, name, dtype)
-        is_alike = owned.numel < held.piece.numel  # every rank has the full parameter
+    for key, value, is_inner in _tensors(state, part.view):
+        name, shape, dtype = f"{_OPTIMIZER}{part.spec.name}/{key}", tuple(value.shape), dtype_name(value.dtype)
+        extent = part.extent(shape, name, dtype)
+        is_alike = owned.numel < part.piece.numel  # every rank has the full parameter
         is_table = extent is None and is_inner
         if is_table:
             extent, is_alike = Extent(name, shape, dtype, 0, value.numel()), True
         if extent is None:
             continue  # optimizer_scalars has refused it
-        extent, flat = _in_order(value, extent, held)
-        if is_alike and extent.shape == held.spec.logical_shape:
+        extent, flat = _in_order(value, extent, part)
+        if is_alike and extent.shape == part.spec.logical_shape:
             extent, flat = replace(extent, start=owned.start, stop=owned.stop), flat[owned.start : owned.stop]
-        elif (is_alike and owned.start > 0) or (is_table and not held.has_origin):
+        elif (is_alike and owned.start > 0) or (is_table and not part.has_origin):
             continue
         yield extent, flat
 
 
-def _in_order(value: Tensor, extent: Extent, held: _Held) -> tuple[Extent, Tensor]:
+def _in_order(value: Tensor, extent: Extent, part: _Part) -> tuple[Extent, Tensor]:
     """Return the elements, flat, with their extent; the extent keeps the parameter's strides if ``value`` has them."""
     value = value.detach()
     if extent.stride is not None:
-        steps = zip(value.shape, value.stride(), held.view.stride(), strict=True)
-        is_all = value.shape == held.view.shape and value.numel() == held.spec.numel
+        steps = zip(value.shape, value.stride(), part.view.stride(), strict=True)
+        is_all = value.shape == part.view.shape and value.numel() == part.spec.numel
         if not is_all or all(here == there for size, here, there in steps if size > 1):
             return extent, memory_order(value)
         extent = replace(extent, stride=None)  # full state with other strides than the parameter
@@ -223,24 +225,24 @@ def optimizer_scalars(
         ranks must call.
     """
     engine = engine_of(model, "sw.save")
-    mine: dict[str, dict[str, Any]] = {}
+    own_scalars: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
     for optimizer in optimizers:
         states = states_by_name(optimizer)
-        for parameter, held in _held_by(engine, optimizer, ignored):
+        for parameter, part in _pieces_of(engine, optimizer, ignored):
             state = states.get(parameter, {})
-            if not state or held.is_empty:
+            if not state or part.is_empty:
                 continue  # some optimizers keep state of empty pieces, which is never updated
             scalars = {
                 key: value
                 for key, value in state.items()
                 if isinstance(value, (int, float))
-                or (isinstance(value, Tensor) and value.dim() == 0 and not _is_elementwise(key, value, held.view))
+                or (isinstance(value, Tensor) and value.dim() == 0 and not _is_elementwise(key, value, part.view))
             }
             if scalars:
-                mine[held.spec.name] = scalars
-            problems += _unsaved(type(optimizer).__name__, held, state)
-    everyone = all_gather_json(engine.comms.world, [as_numbers(mine), problems])
+                own_scalars[part.spec.name] = scalars
+            problems += _unsaved(type(optimizer).__name__, part, state)
+    everyone = all_gather_json(engine.comms.world, [as_numbers(own_scalars), problems])
     found = list(dict.fromkeys(problem for _, problems in everyone for problem in problems))
     if found:
         is_cut = engine.comms.tp is not None
@@ -251,8 +253,8 @@ def optimizer_scalars(
             + f"\n  Use {better}, or save without the optimizer."
         )
     merged: dict[str, dict[str, float]] = {}
-    for part, _ in everyone:
-        merged |= part
+    for scalars, _ in everyone:
+        merged |= scalars
     return merged
 
 
@@ -271,28 +273,28 @@ def as_numbers(scalars: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return scalars
 
 
-def _unsaved(name: str, held: _Held, state: Mapping[str, Any]) -> Iterator[str]:
+def _unsaved(name: str, part: _Part, state: Mapping[str, Any]) -> Iterator[str]:
     """Describe the state of a parameter that cannot be saved."""
     for key, value in state.items():
         if value is not None and not isinstance(value, (int, float, Tensor)):
-            yield f"{key!r} of {held.spec.name!r} in {name} is a {type(value).__name__}, not a tensor or number"
-    for key, value, is_inner in _tensors(state, held.view):
-        if held.extent(tuple(value.shape)) is None and not is_inner:
+            yield f"{key!r} of {part.spec.name!r} in {name} is a {type(value).__name__}, not a tensor or number"
+    for key, value, is_inner in _tensors(state, part.view):
+        if part.extent(tuple(value.shape)) is None and not is_inner:
             yield (
-                f"{key!r} of {held.spec.name!r} in {name} has shape {list(value.shape)}, but a rank holds a piece of"
-                f" that parameter only ({list(held.view.shape)} of {list(held.spec.logical_shape)})"
+                f"{key!r} of {part.spec.name!r} in {name} has shape {list(value.shape)}, but a rank holds a piece of"
+                f" that parameter only ({list(part.view.shape)} of {list(part.spec.logical_shape)})"
             )
 
 
 # -- loading
 
 
-def _room_for(extent: Extent, held: _Held) -> Tensor | None:
+def _allocate_range(extent: Extent, part: _Part) -> Tensor | None:
     """Allocate this rank's range of a stored tensor; ``None`` if it cannot be loaded here."""
-    if extent.shape == held.spec.logical_shape:
-        return torch.zeros_like(held.view, dtype=torch_dtype(extent.dtype))
-    shape = held.shape(extent.shape)
-    return None if shape is None else torch.zeros(shape, dtype=torch_dtype(extent.dtype), device=held.view.device)
+    if extent.shape == part.spec.logical_shape:
+        return torch.zeros_like(part.view, dtype=torch_dtype(extent.dtype))
+    shape = part.shape(extent.shape)
+    return None if shape is None else torch.zeros(shape, dtype=torch_dtype(extent.dtype), device=part.view.device)
 
 
 class OptimizerState:
@@ -306,7 +308,7 @@ class OptimizerState:
         self.problems: list[str] = []  # stored state that this rank cannot load
         self._optimizer = optimizer
         self._names: dict[nn.Parameter, str] = {}
-        self._fresh: dict[str, dict[str, Any]] = {}
+        self._new_state: dict[str, dict[str, Any]] = {}
         keys: defaultdict[str, dict[str, Extent]] = defaultdict(dict)
         for full_name, extent in stored.items():
             if full_name.startswith(_OPTIMIZER):
@@ -318,15 +320,17 @@ class OptimizerState:
         self._numbers: dict[str, dict[str, Any]] = {}
         self._flats = {parameter: {} for parameter in self._settings if isinstance(parameter, FlatParameter)}
         self._settings |= {shard: self._settings[flat] for flat in self._flats for shard in flat.shards}
-        mine = {id(parameter) for parameter in self._settings}
-        helds = [(p, held) for p, held in _held_by(engine, optimizer, ignored) if id(p) in mine and not held.is_empty]
-        for parameter, held in helds:
-            self._names[parameter] = held.spec.name
-            self._fresh[held.spec.name] = {}
+        updated = {id(parameter) for parameter in self._settings}
+        owned = [
+            (p, part) for p, part in _pieces_of(engine, optimizer, ignored) if id(p) in updated and not part.is_empty
+        ]
+        for parameter, part in owned:
+            self._names[parameter] = part.spec.name
+            self._new_state[part.spec.name] = {}
         for flat in self._flats:
             self._allocate_flat(flat, keys)
-        for parameter, held in helds:
-            self._allocate(held, parameter, keys[held.spec.name])
+        for parameter, part in owned:
+            self._allocate(part, parameter, keys[part.spec.name])
 
     def _allocate_flat(self, flat: FlatParameter, keys: Mapping[str, Mapping[str, Extent]]) -> None:
         """Make the parameters of a flat one share its tensors, if the same keys and dtypes were stored for all."""
@@ -337,32 +341,32 @@ class OptimizerState:
         for key, dtype in stored[0].items():
             whole = self._flats[flat][key] = torch.zeros_like(flat, dtype=torch_dtype(dtype), requires_grad=False)
             for name, part in zip(names, flat.views_in(whole), strict=True):
-                self._fresh[name][key] = part
+                self._new_state[name][key] = part
 
-    def _allocate(self, held: _Held, shard: nn.Parameter, stored: Mapping[str, Extent]) -> None:
+    def _allocate(self, part: _Part, shard: nn.Parameter, stored: Mapping[str, Extent]) -> None:
         """Allocate the state of one parameter as it is stored."""
-        state = self._fresh[held.spec.name]
+        state = self._new_state[part.spec.name]
         wrapped: dict[str, Tensor] = {}
         if any("." in key for key in stored):
-            made = torch_private.state_after_step(self._optimizer, self._settings[shard], held.view)
+            made = torch_private.state_after_step(self._optimizer, self._settings[shard], part.view)
             state |= {key: value for key, value in made.items() if any(k.startswith(f"{key}.") for k in stored)}
-            wrapped = {key: tensor for key, tensor, is_inner in _tensors(state, held.view) if is_inner}
+            wrapped = {key: tensor for key, tensor, is_inner in _tensors(state, part.view) if is_inner}
         for key, extent in stored.items():
             target = wrapped.get(key)
             if target is None and key.rpartition(".")[0] not in state:  # else plain here, a subclass there
-                target = state[key] if key in state else _room_for(extent, held)
+                target = state[key] if key in state else _allocate_range(extent, part)
                 if target is not None:
                     state[key] = target
-            found = None if target is None else held.extent(tuple(target.shape), extent.name, extent.dtype)
+            found = None if target is None else part.extent(tuple(target.shape), extent.name, extent.dtype)
             if found is None and key in wrapped:
                 found = extent  # a table that all pieces share
             if target is None or found is None or found.shape != extent.shape:
                 self.problems.append(
-                    f"{key!r} of {held.spec.name!r} is stored with shape {list(extent.shape)}, which a rank that holds"
-                    f" {list(held.view.shape)} of {list(held.spec.logical_shape)} cannot take"
+                    f"{key!r} of {part.spec.name!r} is stored with shape {list(extent.shape)}, which a rank that holds"
+                    f" {list(part.view.shape)} of {list(part.spec.logical_shape)} cannot take"
                 )
                 continue
-            found, flat = _in_order(target, found, held)
+            found, flat = _in_order(target, found, part)
             assert flat.data_ptr() == target.data_ptr()
             self.extents.append((found, flat))
 
@@ -385,9 +389,9 @@ class OptimizerState:
                 if isinstance(found, Exception) and isinstance(_after_step(self._optimizer, group, like), dict):
                     problems.append(f"no step can be made with the settings of {name}: {found}")
                 made[id(group), kind] = found if isinstance(found, dict) else {}
-            held, numbers = self._fresh[name], scalars.get(name, {})
-            expected = {k: v for k, v in made[id(group), kind].items() if v is not None} if held or numbers else {}
-            problems += [f"{name}.{key} is missing" for key in expected.keys() - held.keys() - numbers.keys()]
+            own, numbers = self._new_state[name], scalars.get(name, {})
+            expected = {k: v for k, v in made[id(group), kind].items() if v is not None} if own or numbers else {}
+            problems += [f"{name}.{key} is missing" for key in expected.keys() - own.keys() - numbers.keys()]
             self._numbers[name] = {key: _as_scalar(value, expected.get(key)) for key, value in numbers.items()}
             for key, value in self._numbers[name].items():
                 if value is None or (isinstance(value, Tensor) and key in expected and not value.isfinite()):
@@ -400,12 +404,12 @@ class OptimizerState:
         for flat, state in self._flats.items():
             names = [self._names[shard] for shard in flat.shards]
             first = self._numbers[names[0]]
-            if all(self._fresh[name].keys() == state.keys() and self._numbers[name] == first for name in names):
+            if all(self._new_state[name].keys() == state.keys() and self._numbers[name] == first for name in names):
                 of_flat[flat] = state | first
         split(self._optimizer, lambda flat: flat not in of_flat)
         whole = {id(shard) for flat in of_flat for shard in flat.shards}
         by_name = {
-            shard: self._fresh[name] | self._numbers[name]
+            shard: self._new_state[name] | self._numbers[name]
             for shard, name in self._names.items()
             if id(shard) not in whole
         }
