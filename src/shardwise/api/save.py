@@ -491,7 +491,7 @@ class _Targets:
         given = {id(group): settings for group, settings in zip(groups_of(optimizers), found, strict=True)}
         odd = [f"{name} is no parameter" for name in saved.scalars if name not in stored]
         for each in fresh:
-            odd += each.take(saved.scalars, given)
+            odd += each.set_numbers(saved.scalars, given)
             self.extents += each.extents
             self.installs.append(each.install)
         if odd:

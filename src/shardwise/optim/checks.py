@@ -199,12 +199,12 @@ def _cut_refusal(name: str, needed: Granularity | None, parameter: nn.Parameter,
     advice = f", or sw.declare_elementwise({name}) if that is what it is" if needed is None else ""
     is_spread = place is None
     ranks = "rank" if is_spread else "rank of the model-parallel axes"
-    whole = "Leave it out of row_sharded" if is_spread else "Set tp=1 (ep=1)"
-    whole = f"{_instead(name)}{whole}"
+    advice_first = "Leave it out of row_sharded" if is_spread else "Set tp=1 (ep=1)"
+    advice_first = f"{_instead(name)}{advice_first}"
     return StateError(
         f"{name} {needs}, but of parameter{title} of logical shape {list(owned.shape)} each {ranks} updates a part,"
         f" this one {list(owned.local_shape)}.\n"
-        f"  {whole}, or use an element-wise optimizer{advice}."
+        f"  {advice_first}, or use an element-wise optimizer{advice}."
     )
 
 

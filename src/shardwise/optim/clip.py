@@ -70,7 +70,7 @@ def clip_grad_norm(
             f"clip_grad_norm(max_norm={max_norm}, norm_type={norm_type}): expected a number of at least 0, and one"
             " above 0."
         )
-    chosen = _chosen(model)
+    chosen = _selected(model)
     if not chosen:
         return torch.zeros(())  # as torch's function without parameters
     grads: list[Tensor] = []
@@ -98,15 +98,15 @@ def clip_grad_norm(
 _Below = Collection[int] | None
 
 
-def _chosen(given: nn.Module | Tensor | Iterable[nn.Module | Tensor]) -> dict[Engine, _Below]:
+def _selected(selected: nn.Module | Tensor | Iterable[nn.Module | Tensor]) -> dict[Engine, _Below]:
     """Group the given parameters by model, in the order in which they were passed."""
     found: dict[Engine, set[int]] = {}
-    whole: set[Engine] = set()
-    for each in [given] if isinstance(given, (nn.Module, Tensor)) else given:
+    complete: set[Engine] = set()
+    for each in [selected] if isinstance(selected, (nn.Module, Tensor)) else selected:
         attachment = attachment_of(each) if isinstance(each, nn.Module) else None
         if attachment is not None and attachment.unit is attachment.engine.units[0]:
             found.setdefault(attachment.engine, set())
-            whole.add(attachment.engine)
+            complete.add(attachment.engine)
             continue
         parameters = list(each.parameters() if isinstance(each, nn.Module) else getattr(each, "shards", (each,)))
         groups = [group for parameter in parameters if (group := group_of(parameter)) is not None]
@@ -128,7 +128,7 @@ def _chosen(given: nn.Module | Tensor | Iterable[nn.Module | Tensor]) -> dict[En
         root = engine.units[0].members[0].module()
         assert root is not None
         engine_of(root, "sw.clip_grad_norm")  # refuses a model inside sw.full_parameters
-    return {engine: None if engine in whole else below for engine, below in found.items()}
+    return {engine: None if engine in complete else below for engine, below in found.items()}
 
 
 def _is_in(below: _Below, parameter: Tensor) -> bool:

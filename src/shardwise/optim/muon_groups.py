@@ -66,7 +66,7 @@ def muon_groups(
     fused = dict(fused or {})
     stacks = dict(_stacks(model))
     known, outputs = dict(_known_parts(model)) | stacks, dict(_output_dims(model))
-    left_out = set(_beside_muon(model))
+    for_adamw = set(_other_parameters(model))
     matrices: dict[tuple[tuple[int, ...], int, bool], list[Tensor]] = {}
     decayed: list[Tensor] = []
     plain: list[Tensor] = []
@@ -78,31 +78,31 @@ def muon_groups(
         shape = logical_shape(parameter)
         by_pattern = [pattern for pattern in adamw if fnmatchcase(name, pattern)]
         used.update(by_pattern)
-        if len(shape) != (3 if name in stacks else 2) or 0 in shape or id(parameter) in left_out or by_pattern:
+        if len(shape) != (3 if name in stacks else 2) or 0 in shape or id(parameter) in for_adamw or by_pattern:
             (decayed if len(shape) >= 2 else plain).append(parameter)
             continue
-        asked = next((pattern for pattern in fused if fnmatchcase(name, pattern)), None)
-        used.update([asked] if asked is not None else [])
+        pattern = next((each for each in fused if fnmatchcase(name, each)), None)
+        used.update([pattern] if pattern is not None else [])
         dim = outputs.get(name, 0)
         try:
-            parts = _sizes(name, shape[-2:][dim], fused[asked] if asked is not None else known.get(name, 1))
+            parts = _sizes(name, shape[-2:][dim], fused[pattern] if pattern is not None else known.get(name, 1))
         except StateError as error:
             problems.append(str(error))
             continue
         matrices.setdefault((parts, dim if parts else 0, name in stacks), []).append(parameter)
     patterns = (*adamw, *fused)
-    everyone = _told_to_all(model, [sorted(matrices), len(decayed), len(plain), sorted(used), problems])
-    keys = sorted({(tuple(parts), dim, is_stacked) for held in everyone for parts, dim, is_stacked in held[0]})
-    num_decayed, num_plain = (sum(held[place] for held in everyone) for place in (1, 2))
-    for problem in (text for held in everyone for text in held[4]):
+    everyone = _gather_from_all(model, [sorted(matrices), len(decayed), len(plain), sorted(used), problems])
+    keys = sorted({(tuple(parts), dim, is_stacked) for of_rank in everyone for parts, dim, is_stacked in of_rank[0]})
+    num_decayed, num_plain = (sum(of_rank[place] for of_rank in everyone) for place in (1, 2))
+    for problem in (text for of_rank in everyone for text in of_rank[4]):
         raise StateError(problem)
-    idle = [rank for rank, held in enumerate(everyone) if not any(held[:3])]
+    idle = [rank for rank, of_rank in enumerate(everyone) if not any(of_rank[:3])]
     if idle and len(everyone) > 1:
         raise StateError(
             f"sw.muon_groups: rank {', '.join(map(str, idle))} has no trained parameter, but all ranks take part in the"
             " exchange of matrices.\n  Lower pp, train a parameter of every stage, or use AdamW."
         )
-    unused = [pattern for pattern in patterns if not any(pattern in held[3] for held in everyone)]
+    unused = [pattern for pattern in patterns if not any(pattern in of_rank[3] for of_rank in everyone)]
     if unused:
         raise StateError(
             f"sw.muon_groups: no trained matrix is called {', '.join(map(repr, unused))}.\n"
@@ -121,7 +121,7 @@ def muon_groups(
     return groups
 
 
-def _told_to_all(model: nn.Module, own: list[Any]) -> list[list[Any]]:
+def _gather_from_all(model: nn.Module, own: list[Any]) -> list[list[Any]]:
     """Exchange the ranks' descriptions of their parameters, which differ only under ``pp`` and ``ep``.
 
     All ranks need the same groups, because checkpoints refer to the groups of an optimizer by number.
@@ -133,7 +133,7 @@ def _told_to_all(model: nn.Module, own: list[Any]) -> list[list[Any]]:
     return all_gather_json(comms.world, own)
 
 
-def _beside_muon(model: nn.Module) -> Iterator[int]:
+def _other_parameters(model: nn.Module) -> Iterator[int]:
     """Yield the identities of the weights of embeddings and heads.
 
     Names would not do: the head of a pipeline's last stage may have the name of the embedding to which it is tied. A

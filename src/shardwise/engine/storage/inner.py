@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def _as_inner(name: str) -> Any:
     """Make a method of :class:`Around` that calls the other form's method."""
 
-    def call(self: Around, *given: Any) -> Any:
-        return getattr(self.inner, name)(*given)
+    def call(self: Around, *args: Any) -> Any:
+        return getattr(self.inner, name)(*args)
 
     return call
 

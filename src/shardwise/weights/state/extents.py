@@ -146,8 +146,8 @@ def coverage_problems(
     for cuts, ranges in by_slice.items():
         numel = Extent(name, shape, "", 0, 0, cuts=cuts).slice_numel
         problems += _gaps(f"{name}{describe_cuts(shape, cuts)}" if cuts else name, numel, ranges)
-    whole = Extent(name, shape, "", 0, 0).slice_numel
-    return problems or (tiling_problems(name, shape, list(by_slice)) if by_slice else _gaps(name, whole, []))
+    full = Extent(name, shape, "", 0, 0).slice_numel
+    return problems or (tiling_problems(name, shape, list(by_slice)) if by_slice else _gaps(name, full, []))
 
 
 def _gaps(name: str, numel: int, ranges: list[tuple[int, int, int]]) -> list[str]:
@@ -200,8 +200,8 @@ def gather(
             for part in ranges.fetch()[1]:
                 _send(comm, part, 0, ranges.unit)
         return {}
-    whole: dict[str, Tensor] = {}
-    place = functools.partial(_place, whole, make or empty)
+    tensors: dict[str, Tensor] = {}
+    place = functools.partial(_place, tensors, make or empty)
     for ranges in own:
         for extent, part in zip(ranges.extents, ranges.fetch()[1], strict=True):
             copy_shared(extent, part, *place(extent))
@@ -209,15 +209,15 @@ def gather(
         for unit, extents in rank_metadata.stored if source != comm.rank else ():
             for extent in extents:
                 _receive_into(comm, extent, *place(extent), source=source, unit=unit)
-    return whole
+    return tensors
 
 
-def _place(whole: dict[str, Tensor], make: Callable[[Extent], Tensor], extent: Extent) -> tuple[Extent, Tensor]:
+def _place(tensors: dict[str, Tensor], make: Callable[[Extent], Tensor], extent: Extent) -> tuple[Extent, Tensor]:
     """Return the full tensor of a range: its extent, and a flat view of its memory."""
     full = whole_extent(extent)
-    if extent.name not in whole:
-        whole[extent.name] = make(full)
-    return full, memory_order(whole[extent.name])
+    if extent.name not in tensors:
+        tensors[extent.name] = make(full)
+    return full, memory_order(tensors[extent.name])
 
 
 def _receive_into(comm: Comm, extent: Extent, full: Extent, into: Tensor, *, source: int, unit: str) -> None:

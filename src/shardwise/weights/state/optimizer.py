@@ -99,10 +99,10 @@ class _Part:
         """Return the logical range of state of ``shape``; ``None`` if only a full parameter can have such state."""
         if shape == tuple(self.view.shape):
             return self.spec.extent(self.piece.start, self.piece.stop, name=name, dtype=dtype)
-        for local, whole, cuts in self._per_block():
+        for local, full, cuts in self._per_block():
             if shape == local and self._block_numel:
                 start, stop = self.piece.start // self._block_numel, -(-self.piece.stop // self._block_numel)
-                return Extent(name, whole, dtype, start, stop, cuts=cuts)
+                return Extent(name, full, dtype, start, stop, cuts=cuts)
         return Extent(name, shape, dtype, 0, math.prod(shape)) if self.is_whole else None
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -111,7 +111,7 @@ class _Part:
             return tuple(self.view.shape)
         if self.is_whole:
             return stored
-        return next((local for local, whole, _ in self._per_block() if whole == stored), None)
+        return next((local for local, full, _ in self._per_block() if full == stored), None)
 
     def _per_block(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[Cut, ...]]]:
         """Yield shapes with one value per row or block: on this rank, of the full parameter, and cuts of the slice."""
@@ -339,8 +339,8 @@ class OptimizerState:
         if any(other != stored[0] for other in stored):
             return
         for key, dtype in stored[0].items():
-            whole = self._flats[flat][key] = torch.zeros_like(flat, dtype=torch_dtype(dtype), requires_grad=False)
-            for name, part in zip(names, flat.views_in(whole), strict=True):
+            full = self._flats[flat][key] = torch.zeros_like(flat, dtype=torch_dtype(dtype), requires_grad=False)
+            for name, part in zip(names, flat.views_in(full), strict=True):
                 self._new_state[name][key] = part
 
     def _allocate(self, part: _Part, shard: nn.Parameter, stored: Mapping[str, Extent]) -> None:
@@ -370,11 +370,13 @@ class OptimizerState:
             assert flat.data_ptr() == target.data_ptr()
             self.extents.append((found, flat))
 
-    def take(self, scalars: Mapping[str, Mapping[str, float]], given: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    def set_numbers(
+        self, scalars: Mapping[str, Mapping[str, float]], settings: Mapping[int, Mapping[str, Any]]
+    ) -> list[str]:
         """Store the numbers of each parameter's state, and check whether the optimizer can continue with the state.
 
         For optimizers of torch and shardwise, a copy makes a step with one element, which shows the expected state.
-        ``scalars`` are by parameter name and key, ``given`` are the settings that each group will get, by its ``id``.
+        ``scalars`` are by parameter name and key; ``settings`` has the new settings of each group, by its ``id``.
 
         Returns:
             Descriptions of the problems.
@@ -385,7 +387,7 @@ class OptimizerState:
             group, kind = self._settings[parameter], (parameter.dim(), parameter.dtype, parameter.device)
             if (id(group), kind) not in made:
                 like = torch.zeros((1,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
-                found = _after_step(self._optimizer, {**group, **given[id(group)]}, like)
+                found = _after_step(self._optimizer, {**group, **settings[id(group)]}, like)
                 if isinstance(found, Exception) and isinstance(_after_step(self._optimizer, group, like), dict):
                     problems.append(f"no step can be made with the settings of {name}: {found}")
                 made[id(group), kind] = found if isinstance(found, dict) else {}
@@ -407,11 +409,11 @@ class OptimizerState:
             if all(self._new_state[name].keys() == state.keys() and self._numbers[name] == first for name in names):
                 of_flat[flat] = state | first
         split(self._optimizer, lambda flat: flat not in of_flat)
-        whole = {id(shard) for flat in of_flat for shard in flat.shards}
+        in_flats = {id(shard) for flat in of_flat for shard in flat.shards}
         by_name = {
             shard: self._new_state[name] | self._numbers[name]
             for shard, name in self._names.items()
-            if id(shard) not in whole
+            if id(shard) not in in_flats
         }
         for parameter, state in (*of_flat.items(), *by_name.items()):
             if state:
