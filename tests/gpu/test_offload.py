@@ -81,7 +81,7 @@ def updated_late(*, is_inside: bool) -> tuple[list[torch.Tensor], list[bool]]:
     send = transfers.send
 
     def late(*given: object) -> object:
-        with torch.cuda.stream(transfers._down):
+        with torch.cuda.stream(transfers._download):
             torch.cuda._sleep(20_000_000)
         return send(*given)
 

@@ -40,7 +40,7 @@ class _Repeats(Observer):
             return
         for group in (each for each in unit.groups if not each.facts.is_expert):  # experts compute other ranks' tokens
             for index in range(len(group.unsharded) if not group.gradient.has_sums else 0):
-                group.gradient.forget(index)
+                group.gradient.drop_parameter(index)
 
     def backward_ended(self, engine: Engine) -> None:
         """Record whether accumulated gradients wait for a reduction."""
@@ -144,7 +144,7 @@ def _count(engine: Engine, active: Sequence[int], *, divides_by_all: bool) -> No
     """Set the ranks that have a batch as sources of buffers, and as the divisor of gradients unless all ranks count."""
     if not divides_by_all:
         for group in engine.groups:
-            group.gradient.divide_by(group.facts.num_ranks * len(active) // engine.comms.control.size)
+            group.gradient.set_divisor(group.facts.num_ranks * len(active) // engine.comms.control.size)
     buffers = engine.extras.find(BufferSync)
     if buffers is not None:
         buffers.set_sources(active)

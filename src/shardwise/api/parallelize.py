@@ -22,7 +22,7 @@ from shardwise.engine.build import OwnedParameter
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions import batch_norm
 from shardwise.engine.extensions.compile import compile_units
-from shardwise.engine.extensions.precision import tell_of_narrow_masters
+from shardwise.engine.extensions.precision import warn_of_narrow_masters
 from shardwise.engine.extensions.wrap import assign_parameters
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch.notice import cpu_notice, tell_once
@@ -41,9 +41,9 @@ from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import did_you_mean
 from shardwise.weights.init.materialize import (
-    FromLater,
     InitArgument,
-    Missing,
+    LoadedLater,
+    NoSource,
     Source,
     fill_attributes,
     fill_buffers,
@@ -95,7 +95,7 @@ def parallelize(
     if (notice := cpu_notice(device.type, torch.cuda.device_count())) is not None:
         tell_once(notice)
     source = find_source(model, init, is_sent=plan.sync == "rank0")
-    if isinstance(source, FromLater):
+    if isinstance(source, LoadedLater):
         source.check(name for name, parameter in model.named_parameters() if parameter.is_meta)
     size = join_world(device).size()
     mesh = plan.mesh(size, ranks_per_machine(size))
@@ -120,9 +120,9 @@ def parallelize(
     apply_plan(model, prepared, comms, lambda: place.open_samples(device), source=source)
     engine = engine_of(model, "sw.parallelize")
     if plan.precision.master_dtype is None:
-        engine.extras.before_step.append(tell_of_narrow_masters)
-    later = source.later if isinstance(source, FromLater) else None
-    if isinstance(later, Missing):
+        engine.extras.before_step.append(warn_of_narrow_masters)
+    later = source.later if isinstance(source, LoadedLater) else None
+    if isinstance(later, NoSource):
         Unfilled(later.reason, later.names).attach(engine)
     elif isinstance(later, Mapping):
         load_full_state_dict(model, later)

@@ -80,7 +80,7 @@ class Preparation:
     @property
     def left_alone(self) -> Ignored:
         """Parameters that the engine does not shard: ignored ones, and embeddings whose rows are sharded."""
-        return self.ignored.with_spread(table_weights(self.tables))
+        return self.ignored.with_row_sharded(table_weights(self.tables))
 
 
 def prepare(model: nn.Module, plan: ParallelPlan, *, device: torch.device | None = None) -> Preparation:
@@ -98,7 +98,7 @@ def prepare(model: nn.Module, plan: ParallelPlan, *, device: torch.device | None
     check_fresh(model)
     check_plan(plan)
     ignored, tables = find_ignored(model, plan.ignored), find_row_sharded(model, plan.row_sharded)
-    alone = ignored.with_spread(table_weights(tables))
+    alone = ignored.with_row_sharded(table_weights(tables))
     units = alone.without(find_units(model, plan.wrap_policy))
     recomputed = recompute.find(model, units, plan.recompute)
     offloaded = activation_offload.find(model, units, plan.activation_offload, recomputed)

@@ -473,7 +473,7 @@ class _Targets:
         self.unread.discard(f"{_OPTIMIZER}/")
         saved = _matching(checkpoint, optimizers)
         for each in optimizers:
-            checks.accept(each)
+            checks.check_optimizer(each)
         fresh = [OptimizerState(model, each, ignored, stored) for each in optimizers]
         problems = [problem for each in fresh for problem in each.problems]
         if problems and all(_is_alike(extent, stored.get(extent.name)) for extent, _ in self.extents):

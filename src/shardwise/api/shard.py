@@ -87,7 +87,7 @@ def shard_model(
             owned,
             ranks=ranks,
             offload=options.offload if names in on_host else None,
-            is_divided=bool(ignored.spread),
+            is_divided=bool(ignored.row_sharded),
         )
         units[names[0]].recomputed_in = recompute.enclosing(names[0], prepared.recomputed)
     engine = start(model, nest(units.values()), placements, comms, options, ignored=ignored)
@@ -131,7 +131,7 @@ def start(
     guard.refuse_wrappers(root)
     for observer in (
         guard.InsideDDP(),
-        checks.Added(engine),
+        checks.RefusesAdded(engine),
         RestoresParts(),
         safety.ForeignBackwards(),
         safety.SavedTensors(),  # must be the last that can refuse a forward

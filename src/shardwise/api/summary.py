@@ -255,7 +255,7 @@ def summary(model: nn.Module) -> Summary:
         group.layout for group in engine.groups if group.placements.shards_optimizer and group.layout.logical_numel
     ]
     owned = rank_bytes(sharded)
-    policy = engine.options.recompute
+    policy, ignored = engine.options.recompute, ignored_of(engine)
     buffers = engine.extras.find(BufferSync)
     description = engine.extras.find(Description) or Description()
     return Summary(
@@ -272,10 +272,8 @@ def summary(model: nn.Module) -> Summary:
         backward_order=tuple(engine.units[i].name for i in units_in(engine.orders.backward)),
         num_wrong_prefetches=engine.num_wrong_prefetches,
         buffers=str(buffers) if buffers is not None else "not synchronised",
-        ignored=tuple(name for name in ignored_of(engine).parameters if name not in ignored_of(engine).spread),
-        row_sharded={
-            name: held.shape for name, rows in ignored_of(engine).spread_parameters.items() if (held := slice_of(rows))
-        },
+        ignored=tuple(name for name in ignored.parameters if name not in ignored.row_sharded),
+        row_sharded={n: part.shape for n, p in ignored.row_sharded_parameters.items() if (part := slice_of(p))},
         notes=description.notes,
         world_rank=engine.comms.world.rank,
         num_world_ranks=engine.comms.world.size,

@@ -28,7 +28,7 @@ ROOT = "root"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class GroupKind:
     """The properties that all parameters of one group share.
 
     Attributes:
@@ -65,7 +65,7 @@ def make_unit(
     comms: Comms,
     options: EngineOptions,
     *,
-    kind_of: Callable[[OwnedParameter], Kind],
+    kind_of: Callable[[OwnedParameter], GroupKind],
     form_of: Callable[[GroupFacts, OffloadPolicy | None], Form],
     as_part: Callable[[Tensor, Tensor | None], Tensor],
     offload: OffloadPolicy | None = None,
@@ -91,7 +91,7 @@ def make_unit(
     reshards, inner_size = options.reshards(default=not placements.keeps_gathered and not is_root)
     unit = Unit(merged_name(tuple(modules)) or ROOT, modules, reshards=reshards, inner_size=inner_size)
     unit.ahead = options.prefetch
-    kinds: dict[Kind, list[OwnedParameter]] = {}
+    kinds: dict[GroupKind, list[OwnedParameter]] = {}
     for path in modules:
         for entry in owned[path]:
             kinds.setdefault(kind_of(entry), []).append(entry)
@@ -186,17 +186,17 @@ def start_engine(
 ) -> Engine:
     """Make the engine of ``units`` (the root first), and install its hooks on their modules."""
     engine = Engine(units, placements, comms, options)
-    _number(engine)
-    _relate(units)
+    _number_units(engine)
+    _set_families(units)
     for unit in units:
         unit.is_resident = not placements.shards_parameters and all(group.is_resident for group in unit.groups)
-        _give_buffers(engine, unit)
+        _make_buffers(engine, unit)
         _install_hooks(engine, unit)
         _link_unsharded(unit)
     return engine
 
 
-def _number(engine: Engine) -> None:
+def _number_units(engine: Engine) -> None:
     for index, unit in enumerate(engine.units):
         unit.index = index
         for group in unit.groups:
@@ -208,7 +208,7 @@ def _number(engine: Engine) -> None:
             )
 
 
-def _relate(units: Sequence[Unit]) -> None:
+def _set_families(units: Sequence[Unit]) -> None:
     """Set the ``family`` of every unit."""
     for unit in units:
         above, ancestor = set(), unit.parent
@@ -221,7 +221,7 @@ def _relate(units: Sequence[Unit]) -> None:
         unit.family |= below
 
 
-def _give_buffers(engine: Engine, unit: Unit) -> None:
+def _make_buffers(engine: Engine, unit: Unit) -> None:
     """Make the full parameters of a unit, and prepare its gathers and reductions."""
     for group in unit.groups:
         group.comms = engine.comms.of(group.layout.params[0].slice)  # each call of sw.fully_shard opened separate ones

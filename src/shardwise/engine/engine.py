@@ -142,20 +142,20 @@ class Engine:
         """
         is_traced = torch.compiler.is_dynamo_compiling() or torch_private.tracing_callback() is not None
         if is_traced or torch_private.is_transformed():
-            _refuse_compiled(unit) if is_traced else self.need_whole("a transform of torch.func", unit)
+            _refuse_compiled(unit) if is_traced else self.require_full_parameters("a transform of torch.func", unit)
         if self.window.step.skips_hooks:
             self.window.step.refuse_grad()
             return
         calls, forward = unit.calls, self.forward
         if torch_private.current_backward() != -1:
             calls.replays.append(torch_private.next_sequence_number())
-            self._ensure(unit)  # recomputation needs the parameters; it takes no place in the order and is not counted
+            self._ensure_gathered(unit)  # for a recomputation, which takes no place in the order and is not counted
             unit.is_unused = False
             return
         if self.backward.is_under_way:
             self.recover()
         elif unit.parent is None and not path:
-            self.leave_interrupted()
+            self.clean_up_interrupted()
         if forward.num_frames == 0:
             self._begin_forward(self.window.step.entry or (unit.index, path))
         elif threading.get_ident() != forward.thread:
@@ -190,7 +190,7 @@ class Engine:
         since = calls.frames.pop()
         forward.num_frames -= 1
         if not torch.is_grad_enabled():
-            calls.num_silent += forward.trains
+            calls.num_without_grad += forward.trains
         elif not torch_private.is_transformed():
             attach_tickets(lambda: self._ticket(unit, path or member.path), output, since)
         self._exit(unit, member)
@@ -224,7 +224,7 @@ class Engine:
         forward.handled_exception = sys.exception()
         forward.trains = torch.is_grad_enabled()
         for unit in self.units:
-            if unit.state is State.UNSHARDING and not self._stays(unit):  # prefetched by a forward that raised
+            if unit.state is State.UNSHARDING and not self._is_kept(unit):  # prefetched by a forward that raised
                 self.reshard(unit)
         while forward.exited:
             self.reshard(forward.exited.pop())
@@ -295,7 +295,7 @@ class Engine:
                 self._visit(self.units[index])
         self._release_exited()
         for unit in self.units:
-            if unit.state is State.UNSHARDING and not self._stays(unit):  # prefetched and never used
+            if unit.state is State.UNSHARDING and not self._is_kept(unit):  # prefetched and never used
                 self.wait(unit)
                 self._reshard_after_forward(unit, needs_backward=False)
         if is_shared:
@@ -446,11 +446,11 @@ class Engine:
             if unit.ahead[0] and not is_packed and unit.state is State.SHARDED and not self._is_current(unit):
                 self._issue_gather(unit)
 
-    def _stays(self, unit: Unit) -> bool:
+    def _is_kept(self, unit: Unit) -> bool:
         """Whether the step keeps the unit gathered."""
         return self.window.step.keeps_units and self.window.step.is_kept(unit)
 
-    def _ensure(self, unit: Unit, *, ahead: AgreedOrder | None = None) -> None:
+    def _ensure_gathered(self, unit: Unit, *, ahead: AgreedOrder | None = None) -> None:
         """Gather the unit's parameters inside a backward, without taking part in the order."""
         if unit.state is not State.UNSHARDED:
             self._fetch(unit, ahead)
@@ -462,7 +462,7 @@ class Engine:
             self.wait(unit)
         self.num_wrong_prefetches += unit.is_unused
         unit.is_unused = False
-        if self._stays(unit):
+        if self._is_kept(unit):
             return
         unit.use_sharded()
         for group in unit.groups:
@@ -480,7 +480,7 @@ class Engine:
         if backward.is_under_way and ticket.generation == backward.generation:
             return
         if torch.is_grad_enabled():
-            self.need_whole("backward with create_graph=True", unit)
+            self.require_full_parameters("backward with create_graph=True", unit)
             with torch.no_grad():
                 self.pre_backward(ticket, unit)
             backward.makes_graph = True
@@ -491,14 +491,14 @@ class Engine:
             self._begin_backward(ticket.entry)
         ticket.generation = backward.generation
         ticket.mark_reached(unit)
-        unit.calls.num_repeated += ticket.is_repeated
+        unit.calls.num_recomputed += ticket.is_repeated
         self._enter_with_peers(unit)
 
     def _enter_with_peers(self, unit: Unit) -> None:
         """Enter ``unit``, which backward has reached, after the units that peers enter before it."""
         unit.calls.was_reached = True
         if not self._communicates(unit):
-            self._ensure(unit)
+            self._ensure_gathered(unit)
             return
         for index in self.orders.backward_order.advance_to(unit.index):
             self._enter(self.units[index])
@@ -539,7 +539,7 @@ class Engine:
         if unit not in backward.entered:
             self._enter_with_peers(unit)
 
-    def need_whole(self, what: str, unit: Unit) -> None:
+    def require_full_parameters(self, what: str, unit: Unit) -> None:
         """Refuse ``what``, which differentiates by more than one backward, unless every parameter is stored in full.
 
         If it is allowed, later backwards may bring gradients of the unit without a ticket before them. Hooks on the
@@ -620,7 +620,7 @@ class Engine:
             backward.active = unit
             if unit not in backward.entered:
                 backward.entered.append(unit)
-            self._ensure(unit, ahead=self.orders.backward_order)
+            self._ensure_gathered(unit, ahead=self.orders.backward_order)
         self._prefetch(unit, self.orders.backward_order)
 
     def _is_outstanding(self, unit: Unit) -> bool:
@@ -740,12 +740,12 @@ class Engine:
                 self.reshard(unit)
             if not self.window.step.keeps_units:
                 unit.use_sharded()
-            unit.calls.num_left = unit.calls.num_outstanding
+            unit.calls.num_left_before = unit.calls.num_outstanding
             unit.calls.end_backward()
-        self._forget_backward()
+        self._reset_backward()
         self.window.is_open = not self.window.syncs
 
-    def _forget_backward(self) -> None:
+    def _reset_backward(self) -> None:
         backward = self.backward
         backward.is_under_way = False
         backward.active = None
@@ -795,7 +795,7 @@ class Engine:
 
     def regather(self, unit: Unit) -> None:
         """Gather a unit again because autograd reads a saved tensor whose memory was freed with the unit."""
-        self._ensure(unit)
+        self._ensure_gathered(unit)
         unit.is_unused = False
         unit.regathered_in = self.backward.generation
 
@@ -819,8 +819,8 @@ class Engine:
             unit.calls.replays.clear()
             for group in unit.groups:
                 group.gradient.drop(self.gradients)
-        self._abandon()
-        self._forget_backward()
+        self._release_all()
+        self._reset_backward()
         if backward.had_sums:
             raise StateError(
                 "a backward failed while gradients were being accumulated: the sums of the earlier microbatches are"
@@ -833,19 +833,19 @@ class Engine:
                 "  Load a checkpoint."
             )
 
-    def leave_interrupted(self) -> None:
+    def clean_up_interrupted(self) -> None:
         """Clean up after a forward that was interrupted, for which torch runs no hooks; the caller is outside of it."""
         if self.forward.num_frames and threading.get_ident() == self.forward.thread:
-            self.leave_frames()
+            self.clean_up_forward()
 
-    def leave_frames(self) -> None:
+    def clean_up_forward(self) -> None:
         """Clean up after a forward that ended without its hooks."""
         for notify in self.extras.forward_ended:
             notify(self)
         self._fail(self.orders.forward_order)
-        self._abandon()
+        self._release_all()
 
-    def _abandon(self) -> None:
+    def _release_all(self) -> None:
         self.forward.exited.clear()
         self.forward.num_frames = 0
         for unit in self.units:
@@ -891,7 +891,7 @@ class Engine:
 
     def invalidate(self, changed: frozenset[int] | None = None) -> None:
         """Mark gathered buffers as out of date: the masters of these shards (``id``; ``None``: all) were written."""
-        self.leave_interrupted()
+        self.clean_up_interrupted()
         self.window.close()
         self.version += 1
         units = self._changes[changed][1] if changed in self._changes else self.units

@@ -243,7 +243,7 @@ class Gradient:
         self._kind: Hashable = (group.dtypes, facts.is_expert)
         self._num_bytes = self.layout.numel * group.reduce_dtype.itemsize
         self.is_pooled = facts.pools_gradients
-        self.divide_by(facts.num_ranks)
+        self.set_divisor(facts.num_ranks)
         # This rank owns no element of these parameters. Their .grad is empty; where flat parameters take the place of
         # all others it stays None, because nobody would set it to None again.
         self._is_elsewhere = [
@@ -300,7 +300,7 @@ class Gradient:
                 return not grad.is_meta
         return False
 
-    def divide_by(self, num_ranks: int) -> None:
+    def set_divisor(self, num_ranks: int) -> None:
         """Divide sums by ``num_ranks`` from now on."""
         self._divisors = divisors(num_ranks, dtype_name(self.group.reduce_dtype))  # before and after the sum
 
@@ -326,8 +326,8 @@ class Gradient:
             written[index] = True
             targets += views.by_param[index]
             sources += self._split_gradient(index, grad)
-        _each(torch._foreach_add_, add_to, terms)
-        _each(torch._foreach_copy_, copy_to, copies)
+        _foreach(torch._foreach_add_, add_to, terms)
+        _foreach(torch._foreach_copy_, copy_to, copies)
 
     def _collect_all(self, views: FlatBuffer) -> bool:
         """Collect faster if every parameter has its first gradient, as in nearly every backward; else return False."""
@@ -340,7 +340,7 @@ class Gradient:
         self._written = [True] * len(unsharded)
         for index in views.divided:  # the last one first
             grads[index : index + 1] = self._split_gradient(index, grads[index])
-        _each(torch._foreach_copy_, views.every, grads)
+        _foreach(torch._foreach_copy_, views.all_views, grads)
         return True
 
     def accumulate_in_place(self) -> None:
@@ -371,14 +371,14 @@ class Gradient:
 
     def add(self, index: int, grad: Tensor, memory: GradientMemory) -> None:
         """Add ``grad``, which autograd did not bring to the full parameter, to this rank's gradient of a parameter."""
-        _each(torch._foreach_add_, self.local_views(index, memory), self._split_gradient(index, grad))
+        _foreach(torch._foreach_add_, self.local_views(index, memory), self._split_gradient(index, grad))
 
     def has_collected(self, index: int) -> bool:
         """Whether sums of earlier microbatches include parameter ``index``, of which this rank owns elements."""
         is_used = self._written[index] or (self._partial is not None and self._used[index])
         return is_used and not self._is_elsewhere[index]
 
-    def forget(self, index: int) -> None:
+    def drop_parameter(self, index: int) -> None:
         """Drop the sum of earlier microbatches for parameter ``index``."""
         self._written[index] = False
         if self._in_place_views.pop(index, None) is not None:
@@ -646,7 +646,7 @@ def _fill_negative_zero(tensors: list[Tensor]) -> None:
         torch._foreach_neg_(tensors)
 
 
-def _each(change: Callable[..., object], targets: list[Tensor], sources: list[Tensor]) -> None:
+def _foreach(change: Callable[..., object], targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy or add each source to its target: pairs of equal strides in one launch on CUDA, every other pair alone."""
     even: list[tuple[Tensor, Tensor]] = []
     odd: list[tuple[Tensor, Tensor]] = []
@@ -673,12 +673,12 @@ def read_unused_flags(gradients: Iterable[Gradient]) -> None:
 def _views(buffer: Tensor, layout: ReduceLayout, index: int, rows: Sequence[Rows]) -> list[Tensor]:
     """Return views of a parameter in a buffer: one, or one for each of ``rows`` if the parameter is divided."""
     if layout.is_divided(index):
-        return _of_rows(buffer, rows)
+        return _row_views(buffer, rows)
     spec = layout.group.params[index]
     return [buffer.as_strided(spec.shape, spec.strides, buffer.storage_offset() + rows[0].offset)]
 
 
-def _of_rows(buffer: Tensor, rows: Sequence[Rows]) -> list[Tensor]:
+def _row_views(buffer: Tensor, rows: Sequence[Rows]) -> list[Tensor]:
     first = buffer.storage_offset()
     return [buffer.as_strided((r.count, r.numel), (r.step, 1), first + r.offset) for r in rows]
 
@@ -699,7 +699,7 @@ class FlatBuffer:
     Attributes:
         memory: The buffer. Its memory may be freed and allocated again.
         by_param: The views of each parameter: one in its shape, or one for each of its rows in ``layout``.
-        every: All of these views, in order.
+        all_views: All of these views, in order.
         divided: Numbers of the parameters that are divided into rows or empty, the last one first.
         gaps: Views of the elements to which no gradient is written.
     """
@@ -709,9 +709,9 @@ class FlatBuffer:
         self.memory = torch.empty(layout.numel, dtype=dtype, device=device)
         self.divided = [index for index in reversed(range(len(params))) if layout.is_divided(index)]
         self.by_param = [_views(self.memory, layout, index, rows) for index, rows in enumerate(layout.rows)]
-        self.every = [view for piece in self.by_param for view in piece]
+        self.all_views = [view for piece in self.by_param for view in piece]
         self.gaps = [self.memory[start:stop] for start, stop in layout.gaps]
-        self._headers = _of_rows(self.memory, layout.header_rows)
+        self._headers = _row_views(self.memory, layout.header_rows)
 
     def set_flags(self, used: list[bool], memory: GradientMemory) -> None:
         """Write the headers: 1 for each parameter that this rank's backward used."""

@@ -80,7 +80,7 @@ class Owner:
         # RNNs read their weights from a separate list.
         self.flat_weights = torch_private.rnn_weight_names(module) if isinstance(module, nn.RNNBase) else None
 
-    def put(self, parameters: dict[str, nn.Parameter]) -> None:
+    def set_parameters(self, parameters: dict[str, nn.Parameter]) -> None:
         """Make the module compute with ``parameters``."""
         if self.replaced:
             parameters = {name: parameter for name, parameter in parameters.items() if name not in self.replaced}
@@ -155,7 +155,7 @@ class Member:
                 owner.accept_replaced()  # if it raises, the module keeps the user's tensors
         self.uses_unsharded = True
         for owner in self.owners:
-            owner.put(owner.unsharded)
+            owner.set_parameters(owner.unsharded)
         for hooks, _ in self.guards:
             hooks.pop(_GUARD, None)
 
@@ -165,7 +165,7 @@ class Member:
             return
         self.uses_unsharded = False
         for owner in self.owners:
-            owner.put(owner.shards)
+            owner.set_parameters(owner.shards)
             owner.replaced = frozenset()
         for hooks, guard in self.guards:
             hooks[_GUARD] = guard
@@ -182,9 +182,9 @@ class CallCounts:
         was_reached: Whether the present backward has reached a call of the unit on this rank.
         num_outstanding: Forward calls since the last update whose backward has not run. Includes calls whose output is
             never used in a loss.
-        num_left: ``num_outstanding`` at the end of the last backward. The next backward is assumed to leave as many.
-        num_silent: Calls without grad in forwards that train; a reentrant recomputation may repeat them.
-        num_repeated: Number of these calls that recomputation has repeated in the present backward.
+        num_left_before: ``num_outstanding`` after the last backward. The next backward is assumed to leave as many.
+        num_without_grad: Calls without grad in forwards that train; a reentrant recomputation may repeat them.
+        num_recomputed: Number of these calls that recomputation has repeated in the present backward.
     """
 
     def __init__(self) -> None:
@@ -192,16 +192,16 @@ class CallCounts:
         self.labels: list[Any] = []
         self.replays: list[int] = []
         self.has_run = self.was_reached = False
-        self.num_outstanding = self.num_left = self.num_silent = self.num_repeated = 0
+        self.num_outstanding = self.num_left_before = self.num_without_grad = self.num_recomputed = 0
 
     @property
     def is_outstanding(self) -> bool:
         """Whether backward will reach another call of the unit, as far as this rank knows."""
-        return self.num_outstanding > self.num_left or 0 < self.num_repeated < self.num_silent
+        return self.num_outstanding > self.num_left_before or 0 < self.num_recomputed < self.num_without_grad
 
     def end_backward(self) -> None:
         """Reset the counts of the backward that has ended."""
-        self.num_silent = self.num_repeated = 0
+        self.num_without_grad = self.num_recomputed = 0
         self.has_run = self.was_reached = False
 
 

@@ -21,7 +21,7 @@ from shardwise.comm.control import all_gather_json, refuse_different
 from shardwise.comm.digest import digest_of
 from shardwise.engine.attach import Observer
 from shardwise.engine.storage import flat_parameters, part
-from shardwise.engine.storage.attachment import engine_around, place_of
+from shardwise.engine.storage.attachment import engine_of_unit, place_of
 from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.optimizer import Content, bits_of, content_of, engines_of, needed_by, shards_of
@@ -71,7 +71,7 @@ def install_checks() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def accept(optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Check ``optimizer`` now, without its state, which is about to be loaded."""
     _check_bits(optimizer)
     _check(optimizer)
@@ -263,7 +263,7 @@ def _check_state(optimizer: torch.optim.Optimizer) -> None:
 _watched: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-class Added(Observer):
+class RefusesAdded(Observer):
     """Refuses trained parameters that were added to the model after ``sw.parallelize``, in forwards and at steps."""
 
     def __init__(self, engine: Engine) -> None:
@@ -329,7 +329,7 @@ def _check_outside(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> b
 
 def _current() -> list[Engine]:
     """Return the engines of all models that exist."""
-    return [engine for engine in tuple(_watched) if engine_around(engine.units[0]) is engine]
+    return [engine for engine in tuple(_watched) if engine_of_unit(engine.units[0]) is engine]
 
 
 def engines_ignoring(parameters: Iterable[Tensor]) -> list[Engine]:

@@ -14,7 +14,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.dtype import memory_order
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage import part
-from shardwise.engine.storage.attachment import attachment_of, engine_around, engine_of
+from shardwise.engine.storage.attachment import attachment_of, engine_of, engine_of_unit
 from shardwise.engine.storage.flat_parameters import group_of
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.waiting import refuse_sums
@@ -78,8 +78,8 @@ def clip_grad_norm(
         refuse(engine, "sw.clip_grad_norm()")
         refuse_sums(engine, "sw.clip_grad_norm()")
         shards = (shard for group in engine.groups for shard in group.shards)
-        spread = ignored_of(engine).spread_parameters.values()
-        found = ((p, p.grad) for p in (*shards, *spread))
+        row_sharded = ignored_of(engine).row_sharded_parameters.values()
+        found = ((p, p.grad) for p in (*shards, *row_sharded))
         plain = (part.plain_of(grad) for p, grad in found if grad is not None and _is_in(below, p))
         grads += [grad for grad in plain if grad.numel()]
     norm = _norm(chosen, norm_type)
@@ -110,7 +110,7 @@ def _selected(selected: nn.Module | Tensor | Iterable[nn.Module | Tensor]) -> di
             continue
         parameters = list(each.parameters() if isinstance(each, nn.Module) else getattr(each, "shards", (each,)))
         groups = [group for parameter in parameters if (group := group_of(parameter)) is not None]
-        engines = [engine for group in groups if (engine := engine_around(group.unit)) is not None]
+        engines = [engine for group in groups if (engine := engine_of_unit(group.unit)) is not None]
         engines += engines_ignoring(parameters) if len(groups) < len(parameters) else ()
         if attachment is not None:
             engines.append(attachment.engine)
@@ -179,9 +179,9 @@ def _power(engine: Engine, below: _Below, order: float, dtypes: set[torch.dtype]
     total = _merge(total, _merge(of_shards, _local_power(replicated, device, order), order), order)
     for comm in comms.across:
         _over_ranks(total, comm, order)
-    if ignored_of(engine).spread:
-        spread = ignored_of(engine).spread_parameters.values()
-        rows = _local_power((p.grad for p in spread if p.grad is not None and _is_in(below, p)), device, order)
+    if ignored_of(engine).row_sharded:
+        row_sharded = ignored_of(engine).row_sharded_parameters.values()
+        rows = _local_power((p.grad for p in row_sharded if p.grad is not None and _is_in(below, p)), device, order)
         _over_ranks(rows, comms.world, order)
         total = _merge(total, rows, order)
     # A stage without gradients uses the dtypes of its parameters.

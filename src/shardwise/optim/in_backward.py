@@ -29,7 +29,7 @@ from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.flat_parameters import FlatParameter, group_of, split
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.waiting import drop_zeroed
-from shardwise.optim.checks import accept
+from shardwise.optim.checks import check_optimizer
 from shardwise.optim.muon import Muon
 from shardwise.spec.errors import StateError
 
@@ -123,7 +123,7 @@ def _check(engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> Non
                 f"{type(optimizer).__name__}.step() needs a closure that computes all gradients anew.\n"
                 "  Use an optimizer that takes them as they are."
             )
-        accept(optimizer)
+        check_optimizer(optimizer)
     _check_ignored(engine)
     drop_zeroed(engine)
     listed = [p for optimizer in optimizers for settings in optimizer.param_groups for p in settings["params"]]
@@ -147,7 +147,7 @@ def _check(engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> Non
 
 def _check_ignored(engine: Engine) -> None:
     trained = [name for name, parameter in ignored_of(engine).parameters.items() if parameter.requires_grad]
-    if trained and trained[0] in ignored_of(engine).spread:
+    if trained and trained[0] in ignored_of(engine).row_sharded:
         raise StateError(
             f"{trained[0]!r}, whose rows are spread (row_sharded), would never be updated: it belongs to no unit that"
             " backward reduces.\n  Leave it out of row_sharded, freeze it, or step after backward."

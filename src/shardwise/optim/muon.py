@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 from shardwise import torch_private
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import memory_order
-from shardwise.engine.storage.attachment import engine_around, place_of
+from shardwise.engine.storage.attachment import engine_of_unit, place_of
 from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
 from shardwise.optim.matrices import Exchange, Matrix, RankRanges, assign
 from shardwise.spec.errors import StateError
@@ -210,7 +210,7 @@ class Muon(torch.optim.Optimizer):
             if group["kind"] == "adamw":
                 owners = filter(None, map(group_of, group["params"]))
                 for unit in dict.fromkeys(owner.unit for owner in owners):
-                    if (engine := engine_around(unit)) is not None:
+                    if (engine := engine_of_unit(unit)) is not None:
                         found.setdefault(engine, {})
                 continue
             for parameter in group["params"]:
@@ -220,7 +220,7 @@ class Muon(torch.optim.Optimizer):
                     others[str(len(others))] = parameter
                     continue
                 name = place[0].layout.params[place[1]].name
-                found.setdefault(engine_around(place[0].unit), {})[name] = parameter
+                found.setdefault(engine_of_unit(place[0].unit), {})[name] = parameter
         return found
 
     def _exchange(self, engine: Engine, names: Mapping[str, Tensor], active: frozenset[str]) -> Exchange:

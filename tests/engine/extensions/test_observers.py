@@ -26,7 +26,7 @@ def test_buffers_are_synchronised_first_and_saved_tensors_are_watched_last() -> 
     model = build()
     engine = engine_of(model, "a test")
     told = [type(method.__self__).__name__ for method in engine.extras.forward_begins]
-    assert told == ["BufferSync", "InsideDDP", "Added", "RestoresParts", "SavedTensors", "LostWrites"]
+    assert told == ["BufferSync", "InsideDDP", "RefusesAdded", "RestoresParts", "SavedTensors", "LostWrites"]
 
 
 def test_backward_shows_gradients_before_an_optimizer_inside_it_may_take_them() -> None:

@@ -43,7 +43,7 @@ def test_packed_buffers_are_lent_again_when_the_copy_has_been_waited_for(monkeyp
     pool = PackedPool()
     pool.reserve(64)
     transfers = Transfers(torch.device("cpu"))
-    transfers._down = Stream()
+    transfers._download = Stream()
     reduction = Summing(pool)
     handle = transfers.send(torch.ones(4), torch.zeros(4), reduction, pool)
     other = pool.acquire(64, torch.device("cpu"))

@@ -63,7 +63,7 @@ def skip_a_direction(direction: str, preset: str) -> None:
     """Masters are never brought, or gradients never sent."""
 
     if direction == "up":
-        patch = mock.patch.object(OnHost, "_bring", lambda _form, group: group.own_slice)
+        patch = mock.patch.object(OnHost, "_on_device", lambda _form, group: group.own_slice)
     else:
         patch = mock.patch.object(Transfers, "send", lambda _self, _source, _target, after, _packed: after)
     with patch:

@@ -299,7 +299,7 @@ def compare_with_a_mistake(mistake: str, limits: Tolerance) -> None:
     def by_fewer(*args: object, **given: object) -> object:
         group = make(*args, **given)
         if group.facts.is_expert:
-            group.gradient.divide_by(group.facts.num_ranks // 2)
+            group.gradient.set_divisor(group.facts.num_ranks // 2)
         return group
 
     def in_order_of_arrival(rows: Tensor, route: Any) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.engine.attach import Observer
 from shardwise.engine.hooks import without_parameters
-from shardwise.engine.storage.attachment import engine_around, mark_of, place_of
+from shardwise.engine.storage.attachment import engine_of_unit, mark_of, place_of
 from shardwise.spec.errors import StateError, Uncopyable
 from shardwise.spec.order import EntryPoint
 from shardwise.spec.replacement import Replacement
@@ -152,7 +152,7 @@ class _UseOutside(Uncopyable):
     def __call__(self, shard: Tensor) -> None:
         """Pass the accumulated gradient to the engine, and restore ``.grad``."""
         group, grad = self._group(), shard.grad
-        engine = engine_around(group.unit) if group is not None else None
+        engine = engine_of_unit(group.unit) if group is not None else None
         if group is None or engine is None or grad is None or not self._before:
             return
         self._restore(shard)

@@ -50,13 +50,13 @@ def resolve(policy: PrecisionPolicy, device: torch.device) -> PrecisionPolicy:
     return dataclasses.replace(policy, param_dtype=chosen)
 
 
-def tell_of_narrow_masters(engine: Engine, _optimizer: torch.optim.Optimizer) -> None:
+def warn_of_narrow_masters(engine: Engine, _optimizer: torch.optim.Optimizer) -> None:
     """Warn at the first step of an optimizer that it updates 16-bit parameters in 16 bit.
 
     ``from_pretrained`` of transformers makes parameters in the dtype of the model's files, often bf16. Mixed precision
     of other libraries would convert them to fp32.
     """
-    engine.extras.before_step.remove(tell_of_narrow_masters)
+    engine.extras.before_step.remove(warn_of_narrow_masters)
     dtypes = {group.facts.master_dtype for group in engine.groups if group.facts.is_trainable}
     for dtype in sorted(dtypes & {"bf16", "fp16"}):
         tell_once(

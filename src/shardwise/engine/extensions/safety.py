@@ -161,7 +161,7 @@ class LostWrites(Observer):
             ):
                 is_written = new != old and spec.name not in self._set_to_themselves
                 if torch_private.storage_identity(full) != memory or (is_lost and is_written):
-                    engine.leave_frames()  # peers that negotiate the forward then raise too
+                    engine.clean_up_forward()  # peers that negotiate the forward then raise too
                     engine.extras.resume_all()
                     raise StateError(
                         f"forward has written to parameter {spec.name!r}: this is a copy that was gathered for the"

@@ -17,7 +17,7 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
-from shardwise.engine.build import Kind, OwnedParameter, is_below
+from shardwise.engine.build import GroupKind, OwnedParameter, is_below
 from shardwise.engine.extensions.precision import Policies
 from shardwise.engine.storage.attachment import mark_of
 from shardwise.engine.storage.ignored import NOTHING, Ignored
@@ -321,10 +321,10 @@ def _refuse_kind(name: str, parameter: nn.Parameter) -> NoReturn:
     )
 
 
-def kind_of(entry: OwnedParameter, policies: Policies, quantization: Quantization) -> Kind:
+def kind_of(entry: OwnedParameter, policies: Policies, quantization: Quantization) -> GroupKind:
     """The key that a parameter must share with the others of its group."""
     existing_slice = slice_of(entry.parameter)
-    return Kind(
+    return GroupKind(
         dtypes=policies.group_dtypes(entry.parameter, entry.uses),
         is_trainable=entry.parameter.requires_grad,
         frozen_as=quantization.frozen if is_quantizable(entry.parameter, entry.uses, quantization.frozen) else "none",

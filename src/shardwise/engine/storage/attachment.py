@@ -63,7 +63,7 @@ def attachment_of(module: nn.Module) -> Attachment | None:
     return module.__dict__.get(_MODULE_KEY)
 
 
-def engine_around(unit: Unit) -> Engine | None:
+def engine_of_unit(unit: Unit) -> Engine | None:
     """The engine of a unit; ``None`` once its model has been deleted."""
     for member in unit.members:
         module = member.module()

@@ -112,11 +112,11 @@ class OnHost(Around):
 
     def gather(self, group: Group) -> Handle:
         """Copy the master to the device and gather as the inner form."""
-        with self.transfers.upward():
-            handle = self.inner.gather_from(group, self._bring(group))
-            return handle if group.placements.shards_optimizer else self.transfers.arrival()
+        with self.transfers.uploading():
+            handle = self.inner.gather_from(group, self._on_device(group))
+            return handle if group.placements.shards_optimizer else self.transfers.copies_so_far()
 
-    def _bring(self, group: Group) -> Tensor:
+    def _on_device(self, group: Group) -> Tensor:
         """Return the master, copied to the device if needed; its copy there is up to date within a forward."""
         if self.resident is None:
             return self.transfers.staged(group.master) if group.facts.needs_stage else group.master
@@ -159,8 +159,8 @@ class Transfers:
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self.device = device
-        self._up = torch.cuda.Stream(device) if is_cuda else None
-        self._down = torch.cuda.Stream(device) if is_cuda else None
+        self._upload = torch.cuda.Stream(device) if is_cuda else None
+        self._download = torch.cuda.Stream(device) if is_cuda else None
         self._events: dict[str, Any] = {}  # the newest event of each direction
         self._stages: dict[torch.dtype, Tensor] = {}
 
@@ -177,23 +177,23 @@ class Transfers:
     # -- up
 
     @contextlib.contextmanager
-    def upward(self) -> Iterator[None]:
+    def uploading(self) -> Iterator[None]:
         """On CUDA, enqueue everything inside the context on the stream for copies to the device."""
-        if self._up is None:
+        if self._upload is None:
             yield
             return
-        self._up.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._up):
+        self._upload.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._upload):
             yield
-            self._events["up"] = self._up.record_event()
+            self._events["up"] = self._upload.record_event()
 
     def staged(self, master: Tensor) -> Tensor:
-        """Copy a master to the device uncast, inside :meth:`upward`; the result is valid until the next call."""
+        """Copy a master to the device uncast, inside :meth:`uploading`; the result is valid until the next call."""
         return self._stages[master.dtype][: master.numel()].copy_(master, non_blocking=True)
 
-    def arrival(self) -> Handle:
-        """Return a handle for everything enqueued so far inside :meth:`upward`. Called inside of it."""
-        return Done() if self._up is None else _Event(self._up.record_event(), self.device)
+    def copies_so_far(self) -> Handle:
+        """Return a handle for everything enqueued so far inside :meth:`uploading`. Called inside of it."""
+        return Done() if self._upload is None else _Event(self._upload.record_event(), self.device)
 
     # -- down
 
@@ -207,12 +207,12 @@ class Transfers:
                 the host.
             pool: Pool of the reduction's packed buffers, which may be reused once the handle has been waited for.
         """
-        if self._down is None:
-            return _Later(source, target, after)
-        with torch.cuda.stream(self._down), pool.defer_release() as used:
+        if self._download is None:
+            return _DeferredCopy(source, target, after)
+        with torch.cuda.stream(self._download), pool.defer_release() as used:
             after.wait()
             target.copy_(source, non_blocking=True)
-            self._events["down"] = self._down.record_event()
+            self._events["down"] = self._download.record_event()
         return _Event(
             self._events["down"], self.device, lambda: [pool.release(each) for each in used], moved=(source, target)
         )
@@ -257,7 +257,7 @@ class _Event(Copy):
         self._event.synchronize()
 
 
-class _Later(Copy):
+class _DeferredCopy(Copy):
     """A copy that :meth:`wait` makes, after waiting for the source."""
 
     def __init__(self, source: Tensor, target: Tensor, after: Handle) -> None:

@@ -9,8 +9,8 @@ modules that another library communicates.
 ``sw.load_full_state_dict``                 the state's values, on every rank (of slices each rank's part)
 ``sw.save``, ``sw.load``                    if ranks differ, each rank's own values with optimizer state (the checkpoint
                                             then loads on as many ranks); once, if all ranks have the same values
-``sw.clip_grad_norm``, ``sw.summary``       not part of the norm and not scaled, except :attr:`Ignored.spread`; listed
-``sw.ExponentialMovingAverage``             not averaged, except :attr:`Ignored.spread`: evaluation uses the model's
+``sw.clip_grad_norm``, ``sw.summary``       not part of the norm and not scaled, except sharded rows; listed
+``sw.ExponentialMovingAverage``             not averaged, except sharded rows: evaluation uses the model's
 ==========================================  ============================================================================
 """
 
@@ -38,13 +38,13 @@ class Ignored:
     Attributes:
         parameters: Parameters by name; tied ones by their first name.
         buffers: Names of the buffers of ignored modules.
-        spread: Names of the parameters of which every rank stores different rows (``ParallelPlan.row_sharded``). Their
-            gradients arrive already reduced, and they are part of the model's norm and average.
+        row_sharded: Names of the parameters of which every rank stores different rows (``ParallelPlan.row_sharded``).
+            Their gradients arrive already reduced, and they are part of the model's norm and average.
     """
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
-    spread: frozenset[str] = frozenset()
+    row_sharded: frozenset[str] = frozenset()
 
     def __contains__(self, parameter: object) -> bool:
         """Whether a parameter is ignored."""
@@ -75,16 +75,16 @@ class Ignored:
         """The ignored parameters and buffers that are in ``model``, a part of the model with the same names."""
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         left = {name: p for name, p in self.parameters.items() if parameters.get(name) is p}
-        return Ignored(left, self.buffers & buffers.keys(), self.spread & left.keys())
+        return Ignored(left, self.buffers & buffers.keys(), self.row_sharded & left.keys())
 
-    def with_spread(self, parameters: Mapping[str, nn.Parameter]) -> Ignored:
+    def with_row_sharded(self, parameters: Mapping[str, nn.Parameter]) -> Ignored:
         """The same, and in addition parameters whose rows are sharded over the ranks."""
         return Ignored(self.parameters | dict(parameters), self.buffers, frozenset(parameters))
 
     @property
-    def spread_parameters(self) -> dict[str, nn.Parameter]:
+    def row_sharded_parameters(self) -> dict[str, nn.Parameter]:
         """The rows that this rank stores, by name of the full parameter."""
-        return {name: self.parameters[name] for name in sorted(self.spread)}
+        return {name: self.parameters[name] for name in sorted(self.row_sharded)}
 
 
 #: No ignored parameters.

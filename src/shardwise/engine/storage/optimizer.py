@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.engine.storage.attachment import engine_around
+from shardwise.engine.storage.attachment import engine_of_unit
 from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
 from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, block, resolve_granularity
 
@@ -117,11 +117,11 @@ def engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
     known = _engines.get(optimizer)
     if known is not None and known[0] == content:
         engines = [reference() for reference in known[1]]
-        if all(engine is not None and engine_around(engine.units[0]) is engine for engine in engines):
+        if all(engine is not None and engine_of_unit(engine.units[0]) is engine for engine in engines):
             return [engine for engine in engines if engine is not None]
     every = [parameter for params in lists for parameter in params]
     owners = dict.fromkeys(group_of(parameter) for parameter in every)
-    found = (engine_around(owner.unit) for owner in owners if owner is not None)
+    found = (engine_of_unit(owner.unit) for owner in owners if owner is not None)
     distinct = list(dict.fromkeys(engine for engine in found if engine is not None))
     # A flat parameter has only the shards of which this rank owns elements. Add the others, so that ranks agree.
     flats = [group_of(parameter) for parameter in every if isinstance(parameter, FlatParameter)]

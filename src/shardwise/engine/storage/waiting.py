@@ -141,7 +141,7 @@ class _StandIns:
             return
         for index in zeroed:
             del self._hidden[index]
-            group.gradient.forget(index)
+            group.gradient.drop_parameter(index)
 
     def _zeroed_elsewhere(self, group: Group, zeroed: set[int], kinds: Sequence[int | None]) -> set[int]:
         """Parameters that an optimizer over flat parameters has zeroed, and of whose kind this rank owns no element.

@@ -5,7 +5,7 @@ source                        origin of the values
 ============================  ======================================================================================
 :class:`Source`               a replayed recording: of the construction (``sw.deferred_init``), or of a function that
                               is called with each module that owns meta tensors, or of its ``reset_parameters``
-:class:`FromLater`            a state dict on rank 0, files from which every rank reads its ranges, or a later load by
+:class:`LoadedLater`          a state dict on rank 0, files from which every rank reads its ranges, or a later load by
                               the caller: after the units are sharded, so that a rank stores only its shards
 ============================  ======================================================================================
 
@@ -129,13 +129,13 @@ def find_source(model: nn.Module, init: InitArgument | None, *, is_sent: bool) -
     if isinstance(init, Mapping | Weights):
         later = init
     elif reason is not None:
-        later = Missing(reason, frozenset(_saved_names(model)))
+        later = NoSource(reason, frozenset(_saved_names(model)))
     else:
         return Source(recording if recording is not None and init is None else record_init(model, init))
     if unsaved and recording is None:
         recording = record_init(model, None, only=unsaved)
     is_used = unsaved or any(_plain_attributes(module) for module in model.modules())
-    return FromLater(recording if is_used else None, unsaved, later)
+    return LoadedLater(recording if is_used else None, unsaved, later)
 
 
 def fill_parameters(
@@ -257,18 +257,18 @@ def _unfilled(path: str, module: nn.Module, name: str, init: Init | None) -> Sta
 
 
 @dataclass(frozen=True)
-class Missing:
+class NoSource:
     """The tensors that stay uninitialized until the caller loads them."""
 
     reason: str  # why they are not initialized
     names: frozenset[frozenset[str]]  # all names of each tensor
 
 
-class FromLater(Source):
+class LoadedLater(Source):
     """Source that leaves parameters empty; they are loaded after sharding."""
 
     def __init__(
-        self, recording: Recording | None, unsaved: Collection[int], later: Mapping[str, Tensor] | Weights | Missing
+        self, recording: Recording | None, unsaved: Collection[int], later: Mapping[str, Tensor] | Weights | NoSource
     ) -> None:
         super().__init__(recording)
         self.later = later

@@ -72,7 +72,7 @@ class ExponentialMovingAverage:
                 self._averages.append((weakref.ref(group), _average_of(group.master)))
         self._rows = {
             name: _average_of(rows.detach().view(-1))
-            for name, rows in ignored_of(engine).spread_parameters.items()
+            for name, rows in ignored_of(engine).row_sharded_parameters.items()
             if rows.requires_grad
         }
 
@@ -140,10 +140,10 @@ class ExponentialMovingAverage:
         for group, average in self._pairs():
             group.apply_user_changes()
             yield group.master, average
-        for rows, average in self._spread(engine).values():
+        for rows, average in self._row_sharded(engine).values():
             yield rows.detach().view(-1), average
 
-    def _spread(self, engine: Engine) -> dict[str, tuple[nn.Parameter, Tensor]]:
+    def _row_sharded(self, engine: Engine) -> dict[str, tuple[nn.Parameter, Tensor]]:
         """Return this rank's rows of row-sharded tables, with their average, by name."""
         return {name: (ignored_of(engine).parameters[name], average) for name, average in self._rows.items()}
 
@@ -157,7 +157,7 @@ class ExponentialMovingAverage:
         """
         engine = self._idle_engine("owned_extents")
         found: Pairs = []
-        for name, (rows, average) in self._spread(engine).items():
+        for name, (rows, average) in self._row_sharded(engine).items():
             found.append((extent_of(f"{_AVERAGE}{name}", average, rows.shape, slice_of(rows)), average))
         for group, average in self._pairs():
             found += pairs_of(group, owned_pieces(engine, group), average, _AVERAGE)
@@ -175,7 +175,7 @@ class ExponentialMovingAverage:
         for group, average in self._pairs():
             made.append(torch.zeros_like(average))
             extents += pairs_of(group, group.pieces, made[-1], _AVERAGE)
-        for name, (rows, average) in self._spread(engine).items():
+        for name, (rows, average) in self._row_sharded(engine).items():
             made.append(torch.zeros_like(average))
             extents.append((extent_of(f"{_AVERAGE}{name}", made[-1], rows.shape, slice_of(rows)), made[-1]))
         return made, extents
@@ -224,9 +224,9 @@ def _swap(weights: Tensor, average: Tensor) -> Tensor | None:
 def _refuse_steps_of(reference: weakref.ref[Engine]) -> Any:
     def refuse(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         engine = reference()
-        spread = ignored_of(engine).spread_parameters.values() if engine is not None else ()
+        row_sharded = ignored_of(engine).row_sharded_parameters.values() if engine is not None else ()
         steps_on = {id(parameter) for settings in optimizer.param_groups for parameter in settings["params"]}
-        if engine in engines_of(optimizer) or any(id(rows) in steps_on for rows in spread):
+        if engine in engines_of(optimizer) or any(id(rows) in steps_on for rows in row_sharded):
             raise StateError(
                 "optimizer.step() inside ExponentialMovingAverage.swapped_in(): it would change the average.\n"
                 "  Step outside of it."

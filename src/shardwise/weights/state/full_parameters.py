@@ -19,7 +19,7 @@ from shardwise.comm.control import all_gather_json
 from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Form, Group
-from shardwise.engine.storage.attachment import engine_around, engine_of, mark_of
+from shardwise.engine.storage.attachment import engine_of, engine_of_unit, mark_of
 from shardwise.engine.storage.flat_parameters import group_of
 from shardwise.engine.storage.inner import Around
 from shardwise.engine.storage.part import set_shard_class, unset_shard_class
@@ -119,7 +119,7 @@ def _units_in(module: nn.Module) -> list[tuple[Engine, Unit]]:
     found: dict[int, tuple[Engine, Unit]] = {}
     for parameter in module.parameters():
         group = group_of(parameter)
-        engine = engine_around(group.unit) if group is not None else None
+        engine = engine_of_unit(group.unit) if group is not None else None
         if group is not None and engine is not None:
             found[id(group.unit)] = (engine, group.unit)
     if not found:
@@ -233,7 +233,7 @@ def _close(units: Sequence[tuple[Engine, Unit]], shown: Sequence[_Shown], *, kee
         unit.shown_mode = None
         unit.shows_logical_state = False
         for owner in unit.owners:
-            owner.put(owner.shards)
+            owner.set_parameters(owner.shards)
 
 
 class _ShownForm(Around):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.comm.dtype import memory_order
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.storage.attachment import engine_around, place_of
+from shardwise.engine.storage.attachment import engine_of_unit, place_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import Piece
 from shardwise.spec.slice import Cut, Slice, simplest, slice_of
@@ -96,7 +96,7 @@ class _Parameter(NamedTuple):
     @property
     def engine(self) -> Engine | None:
         """The engine that shards it, or ``None``."""
-        return None if self.group is None else engine_around(self.group.unit)
+        return None if self.group is None else engine_of_unit(self.group.unit)
 
     @property
     def shard(self) -> nn.Parameter:
