@@ -113,7 +113,7 @@ def parallelize(
         fill_attributes(model, lambda tensor: source.attribute(tensor, device))  # may be a graph of parameters
         fill_buffers(model, lambda buffer, name: source.buffer(buffer, name).to(device))
         whole, entries = prepared.left_alone, itertools.chain.from_iterable(owned.values())
-        fill_parameters(source.alone, [entry for entry in entries if entry.parameter in whole], device)
+        fill_parameters(source.ignored, [entry for entry in entries if entry.parameter in whole], device)
     is_deferred = source is not None
     synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)
     batch_norm.check(model, device, size, "sw.parallelize()")

@@ -95,7 +95,7 @@ class RankPeers:
         """Numbers of the units that this rank is prefetching."""
         return frozenset(unit.index for unit in self._units if unit.state is State.UNSHARDING)
 
-    def _place(self, entered: Sequence[Unit] = ()) -> int:
+    def _checksum(self, entered: Sequence[Unit] = ()) -> int:
         """A checksum of the pass and of the units that backward has entered in it."""
         return zlib.crc32(repr((self._entry, self._backward is None, *(unit.index for unit in entered))).encode())
 
@@ -107,11 +107,11 @@ class RankPeers:
             They are in no recorded trace. All ranks of the Comm must call, at any place in the order of their
             collectives. Messages of different passes never match.
         """
-        with self._comm.host.unrecorded(), self._naming(wants):
-            return agree_highest(self._comm, numbers, unit=f"order {self._place()}")
+        with self._comm.host.unrecorded(), self._with_wanted_unit(wants):
+            return agree_highest(self._comm, numbers, unit=f"order {self._checksum()}")
 
     @contextlib.contextmanager
-    def _naming(self, wants: int) -> Iterator[None]:
+    def _with_wanted_unit(self, wants: int) -> Iterator[None]:
         """Add the unit that this rank wants to the message of a disagreement raised inside."""
         try:
             yield
@@ -133,8 +133,8 @@ class RankPeers:
         entered = self._backward.entered if self._backward is not None else []
         outstanding = sum(unit.calls.is_outstanding << place for place, unit in enumerate(entered[:_MAX_ENTERED]))
         host = self._comm.host
-        row = [*map(int, message), self._place(entered), outstanding]
-        with host.unrecorded(), self._naming(message.wants):
+        row = [*map(int, message), self._checksum(entered), outstanding]
+        with host.unrecorded(), self._with_wanted_unit(message.wants):
             rows = agree_row(host, row, unit="order")
         failed = [rank for rank, row in enumerate(rows) if row[0] == FAILED]
         if message.wants == FAILED:

@@ -197,9 +197,9 @@ def _cut_refusal(name: str, needed: Granularity | None, parameter: nn.Parameter,
         title = f" {place[0].layout.params[place[1]].name!r}"
     needs = "is not known to work element by element" if needed is None else f"needs every {_part(needed)} on one rank"
     advice = f", or sw.declare_elementwise({name}) if that is what it is" if needed is None else ""
-    is_spread = place is None
-    ranks = "rank" if is_spread else "rank of the model-parallel axes"
-    advice_first = "Leave it out of row_sharded" if is_spread else "Set tp=1 (ep=1)"
+    is_row_sharded = place is None
+    ranks = "rank" if is_row_sharded else "rank of the model-parallel axes"
+    advice_first = "Leave it out of row_sharded" if is_row_sharded else "Set tp=1 (ep=1)"
     advice_first = f"{_instead(name)}{advice_first}"
     return StateError(
         f"{name} {needs}, but of parameter{title} of logical shape {list(owned.shape)} each {ranks} updates a part,"
@@ -260,14 +260,14 @@ def _check_state(optimizer: torch.optim.Optimizer) -> None:
 
 # -- parameters outside of the model's units
 
-_watched: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines_seen: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class RefusesAdded(Observer):
     """Refuses trained parameters that were added to the model after ``sw.parallelize``, in forwards and at steps."""
 
     def __init__(self, engine: Engine) -> None:
-        _watched.add(engine)
+        _engines_seen.add(engine)
 
     def forward_begins(self, engine: Engine, entry: EntryPoint) -> None:  # noqa: ARG002
         """Check the model's parameters, in the first forward with grad through each entry."""
@@ -318,7 +318,7 @@ def _check_outside(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> b
     others = {id(p): p for p in parameters if group_of(p) is None and p.requires_grad}
     if not others:
         return True
-    for engine in _current():
+    for engine in _live_engines():
         _refuse_added(engine, only=lambda parameter: id(parameter) in others)
     known = {id(p) for engine in engines for p in ignored_of(engine).parameters.values()}
     outside = [p for key, p in others.items() if key not in known and type(p.data) is torch.Tensor]
@@ -327,14 +327,14 @@ def _check_outside(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> b
     return _compare_gradients(outside, engines[0])
 
 
-def _current() -> list[Engine]:
+def _live_engines() -> list[Engine]:
     """Return the engines of all models that exist."""
-    return [engine for engine in tuple(_watched) if engine_of_unit(engine.units[0]) is engine]
+    return [engine for engine in tuple(_engines_seen) if engine_of_unit(engine.units[0]) is engine]
 
 
 def engines_ignoring(parameters: Iterable[Tensor]) -> list[Engine]:
     """Return the engines that ignore some of these parameters, in the order of the parameters."""
-    engines = _current()
+    engines = _live_engines()
     return [engine for parameter in parameters for engine in engines if parameter in ignored_of(engine)]
 
 

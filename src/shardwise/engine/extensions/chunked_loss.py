@@ -34,7 +34,7 @@ _BETWEEN = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _LossInputs:
     """Targets (positions,) of the running forward, and the divisor of the sum of their losses; ``None``: a mean."""
 
     targets: Tensor
@@ -43,14 +43,14 @@ class _Wanted:
 
 
 class _ChunkedHead(nn.Linear):
-    """Mix-in of a head's class: computes the loss while ``wanted`` is set, otherwise logits."""
+    """Mix-in of a head's class: computes the loss while ``loss_inputs`` is set, otherwise logits."""
 
-    wanted: _Wanted | None = None
+    loss_inputs: _LossInputs | None = None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  nn.Linear's name
         """Map hidden states (..., C) to logits (..., V), or to the loss, a scalar in fp32 or wider."""
-        wanted = self.wanted
-        if wanted is None:
+        loss_inputs = self.loss_inputs
+        if loss_inputs is None:
             return super().forward(input)
         hidden, weight, bias = input.flatten(0, -2), self.weight, self.bias
         kind = hidden.device.type
@@ -58,21 +58,21 @@ class _ChunkedHead(nn.Linear):
             dtype = torch.get_autocast_dtype(kind)
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         is_narrow = hidden.dtype in {torch.float16, torch.bfloat16}
-        reduction = "mean" if wanted.num_items is None else "sum"
+        reduction = "mean" if loss_inputs.num_items is None else "sum"
         loss = F.linear_cross_entropy(
             hidden,
             weight,
-            wanted.targets.to(hidden.device),
+            loss_inputs.targets.to(hidden.device),
             linear_bias=bias,
             reduction="none" if is_narrow else reduction,
-            ignore_index=wanted.ignored,
+            ignore_index=loss_inputs.ignored,
             options=nn.LinearCrossEntropyOptions(),
         )
         if is_narrow:  # torch's mean or sum would be 16 bit: three digits, and fp16 overflows
             loss = loss.float().sum()
-        num_items = wanted.num_items
+        num_items = loss_inputs.num_items
         if num_items is None and is_narrow:
-            num_items = (wanted.targets != wanted.ignored).sum().to(loss.device)
+            num_items = (loss_inputs.targets != loss_inputs.ignored).sum().to(loss.device)
         return loss if num_items is None else loss / num_items
 
 
@@ -110,11 +110,11 @@ def chunk_cross_entropy(model: nn.Module) -> nn.Module:
             f"{type(plain).__name__} cannot compute its loss in chunks: {reason}.\n  Leave the option out."
         )
     _install(plain, head, "labels")
-    plain.__dict__["_loss_function"] = _pass_on  # read by the property ``loss_function``
+    plain.__dict__["_loss_function"] = _return_logits  # read by the property ``loss_function``
     return model
 
 
-def _pass_on(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:  # noqa: ARG001  transformers' names
+def _return_logits(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:  # noqa: ARG001  transformers' names
     """Return ``logits``, which are the loss already."""
     return logits
 
@@ -126,10 +126,10 @@ def _install(model: nn.Module, head: nn.Linear, name: str) -> None:
 
     def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels = args[position] if len(args) > position else kwargs.get(name)
-        head.wanted = None if labels is None else _wanted(labels, kwargs, shifts=name == "labels")
+        head.loss_inputs = None if labels is None else _loss_inputs(labels, kwargs, shifts=name == "labels")
 
     def end(_module: nn.Module, _args: object, output: Any) -> Any:
-        has_loss_only, head.wanted = head.wanted is not None, None
+        has_loss_only, head.loss_inputs = head.loss_inputs is not None, None
         is_model_output = output is not None and not isinstance(output, Tensor)
         return without_logits(output) if has_loss_only and is_model_output else None
 
@@ -137,11 +137,11 @@ def _install(model: nn.Module, head: nn.Linear, name: str) -> None:
     model.register_forward_hook(end, always_call=True)
 
 
-def _wanted(labels: Tensor, kwargs: dict[str, Any], *, shifts: bool) -> _Wanted:
+def _loss_inputs(labels: Tensor, kwargs: dict[str, Any], *, shifts: bool) -> _LossInputs:
     ignored, shifted = kwargs.get("ignore_index", -100), kwargs.get("shift_labels")
     if shifted is None:
         shifted = F.pad(labels, (0, 1), value=ignored)[..., 1:] if shifts else labels
-    return _Wanted(shifted.flatten().long(), ignored, kwargs.get("num_items_in_batch"))
+    return _LossInputs(shifted.flatten().long(), ignored, kwargs.get("num_items_in_batch"))
 
 
 def check_chunked(model: nn.Module, plan: ParallelPlan) -> None:

@@ -214,7 +214,7 @@ class _Mode(TorchFunctionMode):
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
-    def differentiated(self) -> None:
+    def on_differentiated(self) -> None:
         """Drop kept outputs if backward uses a linear layer inside forward: recomputation then needs its graph."""
         if self._is_forward:
             self._drop()
@@ -331,7 +331,7 @@ class _Saving:
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        self._mode.differentiated()
+        self._mode.on_differentiated()
         handle, size, stride = packed
         return self._unpack(handle).as_strided(size, stride)
 

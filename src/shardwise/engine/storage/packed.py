@@ -70,7 +70,7 @@ class Packed(Form):
                 unpack(buffer[start:stop], group.gathered[first:last], group.facts.sent_as or "none", group.dtype)
             self._gathered.release(buffer)
 
-        return _Then(handle, unpack_all)
+        return _HandleThen(handle, unpack_all)
 
     def reduce(self, group: Group, buffer: Tensor, result: Tensor, divisor: float) -> Handle:
         """As :meth:`Form.reduce`.
@@ -97,12 +97,12 @@ class Packed(Form):
         is_whole = not group.placements.shards_optimizer
         target = buffer[cuts[rank] : cuts[rank + 1]] if is_whole else result
 
-        def add_up() -> None:
+        def sum_terms() -> None:
             sum_packed(terms, target, group.reduce_dtype, divisor)
             packed.release(sent)
             packed.release(received)
 
-        summed = _Then(handle, add_up)
+        summed = _HandleThen(handle, sum_terms)
         if not is_whole:
             return summed
         is_even = len({stop - start for start, stop in itertools.pairwise(cuts)}) == 1
@@ -185,7 +185,7 @@ def _reduced_cuts(group: Group) -> tuple[int, ...]:
     )
 
 
-class _Then(Handle):
+class _HandleThen(Handle):
     """A collective under way, with a function that is called once when it has been waited for."""
 
     def __init__(self, handle: Handle, then: Callable[[], None]) -> None:

@@ -259,7 +259,8 @@ def _handler_of(func: Callable[..., Any]) -> _Handler:
     if name in ("__get__", "__set__", "__delete__"):
         attribute = func.__self__.__name__  # pyrefly: ignore[missing-attribute] - of a property
         is_view = attribute in ("T", "H", "mT", "mH")
-        return _derive if attribute in ("data", "real", "imag") else _watch if is_view else torch_private.as_plain
+        handler = _checked if is_view else torch_private.as_plain
+        return _elementwise if attribute in ("data", "real", "imag") else handler
     if name in _METADATA:
         return torch_private.as_plain
     if name in ("numel", "nelement"):
@@ -270,7 +271,7 @@ def _handler_of(func: Callable[..., Any]) -> _Handler:
         return _refuse if name in _CONVERSIONS else _differentiate
     is_of_c = isinstance(func, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType))
     is_kept = _bare(name) in ("copy", "zero", "fill", "detach", "clone") or torch_private.is_pointwise(_bare(name))
-    return _derive if is_of_c and is_kept and "foreach" not in name else _watch
+    return _elementwise if is_of_c and is_kept and "foreach" not in name else _checked
 
 
 def _bare(name: str) -> str:
@@ -306,10 +307,10 @@ def _index(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     is_mask = func.__name__ == "__setitem__" and isinstance(index, Tensor) and index.dtype is torch.bool
     if isinstance(part, Part) and not isinstance(part, Joined) and not (is_mask and index.shape == part.shape):
         raise _refusal("indexing", part)
-    return (torch_private.as_plain if is_mask and isinstance(part, Part) else _watch)(func, args, kwargs)
+    return (torch_private.as_plain if is_mask and isinstance(part, Part) else _checked)(func, args, kwargs)
 
 
-def _derive(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an element-wise function: its result is a part."""
     with as_plain_tensors():
         parts = [each for each in (*args, *kwargs.values()) if isinstance(each, Part)]
@@ -318,18 +319,18 @@ def _derive(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         return _mark(result, parts, func.__name__)
 
 
-def _watch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _checked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call any function, and check each operator that it dispatches."""
-    with as_plain_tensors(), _Watch(args, kwargs) as watch:
+    with as_plain_tensors(), _OperatorCheck(args, kwargs) as check:
         result = func(*args, **kwargs)
     with as_plain_tensors():
         for each in tensors_in((result, args[:1] if func.__name__ == "__setitem__" else ())):
-            if parts := [*watch.parts_in(each)]:
+            if parts := [*check.parts_in(each)]:
                 _mark(each, parts, func.__name__)
     return result
 
 
-class _Watch(torch_private.TorchDispatchMode):
+class _OperatorCheck(torch_private.TorchDispatchMode):
     """Refuses operators on parts that are not element-wise, and tracks results of parts by their memory."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ class Source:
         assert self._recording is not None
         return self._recording.materialize([entry.parameter.data for entry in entries])
 
-    def alone(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
+    def ignored(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
         """Return the values of meta parameters that the engine ignores."""
         return self.parameters(entries)
 
@@ -302,7 +302,7 @@ class LoadedLater(Source):
         """Return the meta tensors themselves: shapes without memory."""
         return [entry.parameter.data for entry in entries]
 
-    def alone(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
+    def ignored(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
         """Return the full values from the files; without files, uninitialized memory."""
         if self._files is None:
             return [torch.empty_like(entry.parameter, device="cpu") for entry in entries]

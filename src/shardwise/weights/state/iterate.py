@@ -26,8 +26,8 @@ from shardwise.weights.state.extents import (
     whole_extent,
 )
 from shardwise.weights.state.stored_ranges import (
+    gather_order,
     gathered_pieces,
-    in_order,
     is_first_of_stage,
     of_group,
     of_sliced,
@@ -118,7 +118,7 @@ class Units:
 
 def _owned(engine: Engine) -> list[StoredRanges]:
     """Return the elements that this rank sends: over all ranks, every element of every parameter once."""
-    found = [of_group(group, gathered_pieces(engine, group)) for group in in_order(engine)]
+    found = [of_group(group, gathered_pieces(engine, group)) for group in gather_order(engine)]
     found += of_sliced(engine, lambda _, part: part.is_counted)
     if is_first_of_stage(engine):
         ignored = ignored_of(engine).parameters.items()

@@ -28,8 +28,8 @@ from shardwise.weights.state.extents import Pairs, RankMetadata, Targets, gather
 from shardwise.weights.state.stored_ranges import (
     BUFFER,
     extent_of,
+    gather_order,
     gathered_pieces,
-    in_order,
     is_first_of_stage,
     of_group,
     of_sliced,
@@ -80,7 +80,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     def is_chosen(parameter: nn.Parameter) -> bool:
         return parameter.requires_grad or not trainable_only
 
-    groups = [(group, gathered_pieces(engine, group)) for group in in_order(engine)]
+    groups = [(group, gathered_pieces(engine, group)) for group in gather_order(engine)]
     stored_ranges = [
         of_group(group, chosen)
         for group, pieces in groups
@@ -276,7 +276,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     buffers = persistent_buffers(model)
     sliced = sliced_parameters(engine)
     plain_tensors = {name: p for name, p in ignored_of(engine).parameters.items() if name not in sliced} | buffers
-    stored_ranges = [of_group(group) for group in in_order(engine)]
+    stored_ranges = [of_group(group) for group in gather_order(engine)]
     stored_ranges += [of_tensor(name, tensor, copies=comms.control) for name, tensor in plain_tensors.items()]
     stored_ranges += of_sliced(engine)
     aliases = {spec.name: spec.aliases for group in engine.groups for spec in group.layout.params if spec.aliases}

@@ -70,7 +70,7 @@ class _Part:
         return cls(group.layout.params[index], group.pieces[index], group.views[index], needed)
 
     @classmethod
-    def alone(cls, parameter: nn.Parameter, name: str) -> Self:
+    def of_ignored(cls, parameter: nn.Parameter, name: str) -> Self:
         """Make the piece of an ignored parameter, stored under ``name``."""
         spec = ParamSpec(name, tuple(parameter.shape), dtype_name(parameter.dtype), slice=slice_of(parameter))
         return cls(spec, Piece(0, 0, spec.numel, 0), parameter.detach(), None)
@@ -158,7 +158,7 @@ def _pieces_of(
         for index, shard in enumerate(group.shards):
             yield shard, _Part.of_group(group, index, needed)
     for parameter, name in ignored.items():
-        yield parameter, _Part.alone(parameter, name)
+        yield parameter, _Part.of_ignored(parameter, name)
 
 
 # -- saving
@@ -177,8 +177,8 @@ def optimizer_extents(
             for group in engine.groups
             for piece in owned_pieces(engine, group)
         ]
-        alone = ((parameter, _Part.alone(parameter, name)) for parameter, name in (ignored or {}).items())
-        owned += [(parameter, part, part.piece) for parameter, part in alone]
+        of_ignored = ((parameter, _Part.of_ignored(parameter, name)) for parameter, name in (ignored or {}).items())
+        owned += [(parameter, part, part.piece) for parameter, part in of_ignored]
         for parameter, part, piece in owned:
             found += _written(part, piece, states.get(parameter, {}))
     return found
@@ -195,7 +195,7 @@ def _written(part: _Part, owned: Piece, state: Mapping[str, Any]) -> Iterator[tu
             extent, is_alike = Extent(name, shape, dtype, 0, value.numel()), True
         if extent is None:
             continue  # optimizer_scalars has refused it
-        extent, flat = _in_order(value, extent, part)
+        extent, flat = _in_memory_order(value, extent, part)
         if is_alike and extent.shape == part.spec.logical_shape:
             extent, flat = replace(extent, start=owned.start, stop=owned.stop), flat[owned.start : owned.stop]
         elif (is_alike and owned.start > 0) or (is_table and not part.has_origin):
@@ -203,7 +203,7 @@ def _written(part: _Part, owned: Piece, state: Mapping[str, Any]) -> Iterator[tu
         yield extent, flat
 
 
-def _in_order(value: Tensor, extent: Extent, part: _Part) -> tuple[Extent, Tensor]:
+def _in_memory_order(value: Tensor, extent: Extent, part: _Part) -> tuple[Extent, Tensor]:
     """Return the elements, flat, with their extent; the extent keeps the parameter's strides if ``value`` has them."""
     value = value.detach()
     if extent.stride is not None:
@@ -366,7 +366,7 @@ class OptimizerState:
                     f" {list(part.view.shape)} of {list(part.spec.logical_shape)} cannot take"
                 )
                 continue
-            found, flat = _in_order(target, found, part)
+            found, flat = _in_memory_order(target, found, part)
             assert flat.data_ptr() == target.data_ptr()
             self.extents.append((found, flat))
 

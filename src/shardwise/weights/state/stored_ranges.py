@@ -88,7 +88,7 @@ def _is_owned(engine: Engine, group: Group, piece: Piece) -> bool:
     return is_there and engine.comms.counts(spec.slice)
 
 
-def in_order(engine: Engine) -> list[Group]:
+def gather_order(engine: Engine) -> list[Group]:
     """Return every group, experts last, in the order in which groups are gathered and scattered."""
     return sorted(engine.groups, key=lambda group: group.comms is not engine.comms)
 
