@@ -101,10 +101,10 @@ def most_in_use(seen: Probe) -> Iterator[dict[str, int]]:
     Where optimizers step inside backward, gradient buffers are seen together with the memory of ``.grad`` beside them.
     """
     most = {"gathered": 0, "reduce": 0}
-    borrow = GradientStorage.allocate_for_update
+    allocate = GradientStorage.allocate_for_update
 
-    def borrowing(storage: GradientStorage, result: Tensor) -> None:
-        borrow(storage, result)
+    def allocating(storage: GradientStorage, result: Tensor) -> None:
+        allocate(storage, result)
         held = Storages().see((*seen.gradient_buffers, storage.tensor)).num_bytes
         most["reduce"] = max(most["reduce"], held)
 
@@ -124,7 +124,7 @@ def most_in_use(seen: Probe) -> Iterator[dict[str, int]]:
         return mock.patch.object(Engine, name, call)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(GradientStorage, "allocate_for_update", borrowing))
+        stack.enter_context(mock.patch.object(GradientStorage, "allocate_for_update", allocating))
         for name in ("_issue_gather", "reduce", "post_backward", "_finish_oldest"):
             stack.enter_context(looking(name))
         yield most

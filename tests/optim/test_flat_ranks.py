@@ -336,7 +336,7 @@ def shape_of_groups():
         odd = sw.flat_parameters(model, decay=lambda name, _parameter: name.endswith("weight") and "up" in name)
         held = sum(shard.shape.numel() for shard in model.parameters())
         flats = [p for group in odd for p in group["params"] if isinstance(p, FlatParameter)]
-        assert sum(part.numel() for p in flats for part in p.cut(p)) == held, rank
+        assert sum(part.numel() for p in flats for part in p.views_in(p)) == held, rank
     return found
 
 

@@ -91,7 +91,7 @@ def test_where_a_matrix_lies_on_many_ranks_they_send_what_the_closed_form_says()
     (matrices,) = optimizer._owners.values()
     total = own = held = 0
     for matrix in matrices.values():
-        held += matrix.whole.numel
+        held += matrix.full.numel
         away = {rank: extent.numel for rank, extent in matrix.holders.items() if rank != matrix.owner}
         there = {rank: away[rank] for rank in matrix.senders() if rank != matrix.owner}
         total += sum(there.values()) + sum(away.values())
