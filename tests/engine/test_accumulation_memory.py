@@ -67,10 +67,10 @@ def check(world, cases):
 
 
 def test_microbatches_take_what_the_closed_form_says():
-    held = {case[:3]: measured["reduce"] for case, measured in zip(QUICK, check(2, QUICK), strict=True)}
+    peak = {case[:3]: measured["reduce"] for case, measured in zip(QUICK, check(2, QUICK), strict=True)}
     whole = 4 * sum(parameter.numel() for parameter in memory.build().parameters())
-    assert held["zero3", 3, "unsharded"] > whole > held["zero3", 1, "unsharded"]  # all gradients wait in full size
-    assert held["ddp", 2, "sharded"] > 2 * held["ddp", 1, "sharded"]
+    assert peak["zero3", 3, "unsharded"] > whole > peak["zero3", 1, "unsharded"]  # all gradients wait in full size
+    assert peak["ddp", 2, "sharded"] > 2 * peak["ddp", 1, "sharded"]
 
 
 @pytest.mark.long
@@ -98,9 +98,9 @@ def test_two_groups_of_two_and_inner_groups_of_two_hold_what_is_predicted():
     psi = sum(parameter.numel() for parameter in model.parameters())
     block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
     root = psi - 6 * block
-    for held, ranks in ((hybrid, 2), (kept, 4)):
-        assert held["parameters"] == pytest.approx(4 * psi / ranks, rel=0.02)
-        assert held["optimizer"] == pytest.approx(8 * psi / ranks, rel=0.02)
+    for categories, ranks in ((hybrid, 2), (kept, 4)):
+        assert categories["parameters"] == pytest.approx(4 * psi / ranks, rel=0.02)
+        assert categories["optimizer"] == pytest.approx(8 * psi / ranks, rel=0.02)
     assert hybrid["gathered"] == pytest.approx(4 * (2 * block + root), rel=0.02)
     assert kept["gathered"] == pytest.approx(4 * (2 * block + root + psi / 2), rel=0.02)
 

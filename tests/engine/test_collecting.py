@@ -80,11 +80,11 @@ def test_copies_of_a_gradient_do_not_grow_with_the_ranks_and_change_no_bit(size,
     at_most = (3 if group.layout.is_even else 4) * len(SHAPES)
     assert len(SHAPES) <= sum(copies) <= at_most
     assert 0 < sum(added) <= sum(copies)
-    held = 0
+    num_checked = 0
     for shard, piece, spec in zip(group.shards, group.pieces, group.layout.params, strict=True):
         if piece.numel:
             gradient = model.gradients[int(spec.name.removeprefix("weights."))]
             expected = gradient.view(-1)[piece.start : piece.stop]
             assert torch.equal(memory_order(shard.grad), expected + expected)
-            held += piece.numel
-    assert held
+            num_checked += piece.numel
+    assert num_checked

@@ -300,10 +300,10 @@ def fail_alone(strategy):
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_where_one_rank_fails_in_a_first_pass_its_peers_raise_too(strategy):
-    told, raised = run_on_ranks(fail_alone, 2, strategy)
+    texts, raised = run_on_ranks(fail_alone, 2, strategy)
     assert raised == []
-    assert len(told) == 1 + (strategy == "zero3")
-    for text in told:
+    assert len(texts) == 1 + (strategy == "zero3")
+    for text in texts:
         assert text.startswith("rank 1 along dp_shard has left a pass through the model by an exception")
 
 
@@ -343,15 +343,15 @@ def test_in_an_evaluation_each_rank_may_leave_out_a_tower():
         plain.load_state_dict(model.state_dict())
         sw.parallelize(model, strategy=strategy)
         for needs in ((True, False), (False, True), (False, False), (True, True), (False, True)):
-            held = sw.eval_step(model, (sample(rank, 0), needs[rank]), squared)
+            loss = sw.eval_step(model, (sample(rank, 0), needs[rank]), squared)
             with torch.no_grad():
                 each = [squared(plain(sample(other, 0), needs[other]), None) for other in (0, 1)]
-            found.append((held.item(), (sum(each) / 2).item()))
+            found.append((loss.item(), (sum(each) / 2).item()))
         trained = sw.train_step(model, (sample(rank, 0), rank == 1), squared)
         again = sw.eval_step(model, (sample(rank, 0), rank == 1), squared)
         found.append((again.item(), trained.item()))
-    for held, expected in found:
-        assert held == pytest.approx(expected, rel=1e-6)
+    for loss, expected in found:
+        assert loss == pytest.approx(expected, rel=1e-6)
 
 
 @on_ranks(2)

@@ -352,10 +352,10 @@ def test_after_a_stall_has_passed_nobody_publishes_any_more() -> None:
     seen._ends.set()
     seen._thread.join()
     found = []
-    for asked in ("1 2.5", None, "1 3.0"):
+    for request in ("1 2.5", None, "1 3.0"):
         seen._store.set("rank-0", "nothing")
-        if asked is not None:
-            seen._store.set("ask", asked)
+        if request is not None:
+            seen._store.set("ask", request)
         seen._publish_if_asked()
         found.append(seen._store.get("rank-0") != b"nothing")
     assert found == [True, False, True]
@@ -365,25 +365,25 @@ class CountingStore:
     """A store that counts requests."""
 
     def __init__(self):
-        self.held, self.num_requests = {}, 0
+        self.values, self.num_requests = {}, 0
 
     def set(self, key, value):
         self.num_requests += 1
-        self.held[key] = value.encode()
+        self.values[key] = value.encode()
 
     def get(self, key):
         self.num_requests += 1
-        return self.held[key]
+        return self.values[key]
 
     def check(self, keys):
         self.num_requests += 1
-        return all(key in self.held for key in keys)
+        return all(key in self.values for key in keys)
 
     def compare_set(self, key, expected, value):
         self.num_requests += 1
-        if self.held.get(key, b"") == expected.encode():
-            self.held[key] = value.encode()
-        return self.held[key]
+        if self.values.get(key, b"") == expected.encode():
+            self.values[key] = value.encode()
+        return self.values[key]
 
 
 class Place:
@@ -403,7 +403,7 @@ def test_stalled_ranks_make_requests_in_proportion_to_their_number():
     places = [Place(rank, size, store) for rank in range(size)]
     ours, theirs = (stall.Issued("dp_shard", 0, "all_gather", unit, 8, torch.float32) for unit in ("a", "b"))
     with (
-        mock.patch.object(stall.dist, "PrefixStore", lambda _, held: held),
+        mock.patch.object(stall.dist, "PrefixStore", lambda _, store: store),
         mock.patch.object(stall.threading.Thread, "start"),
         mock.patch.object(stall.atexit, "register"),
     ):

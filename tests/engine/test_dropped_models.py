@@ -60,7 +60,7 @@ def test_a_model_that_is_dropped_with_a_prefetch_under_way_leaves_the_group_in_o
 def test_what_is_being_gathered_is_waited_for_before_its_memory_goes():
     """Waits of the dropped model's receives, before its slots are freed."""
     model, _ = raises_in_forward("zero3")
-    handles = [held for held in gc.get_objects() if isinstance(held, _Exchange) and held._receives]
+    handles = [each for each in gc.get_objects() if isinstance(each, _Exchange) and each._receives]
     num_handles = len(handles)
     del model
     gc.collect()
@@ -75,8 +75,8 @@ def test_a_dropped_model_goes_at_once_after_ranks_have_agreed_which_units_backwa
         model = sw.parallelize(Wanders(), sw.ParallelPlan(strategy=strategy, merge_units=False))
         for step in range(2):
             model(sample(rank, step), ((0, 1, 2, 3), (0, 1, 0, 2, 0))[rank]).square().mean().backward()
-        held = [weakref.ref(parameter) for parameter in model.parameters()]
+        references = [weakref.ref(parameter) for parameter in model.parameters()]
         engine = probe(model)._engine
         assert not engine.backward.awaited
         del model, engine
-        assert [parameter() for parameter in held] == [None] * len(held), strategy
+        assert [parameter() for parameter in references] == [None] * len(references), strategy

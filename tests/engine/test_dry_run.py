@@ -68,7 +68,7 @@ def check_bytes(dry: sw.DryRun, most: dict[str, int], case: object) -> None:
 
 def check_dry(name: str, plan: sw.ParallelPlan, world: int, rank: int, *, real: tuple, count: int = 1) -> None:
     """A dry run has the events and the bytes of a real step."""
-    events, held = real
+    events, measured = real
     dry = sw.dry_run(
         lambda: models.build(name),
         plan,
@@ -80,7 +80,7 @@ def check_dry(name: str, plan: sw.ParallelPlan, world: int, rank: int, *, real: 
     )
     assert as_rows(dry.events) == events, (name, plan, rank)
     assert dry.bytes_by_category["activations"] > 0
-    check_bytes(dry, held, (name, plan, rank))
+    check_bytes(dry, measured, (name, plan, rank))
     assert dry.peak_bytes == sum(dry.bytes_by_category.values())
 
 
@@ -122,11 +122,11 @@ def test_two_axes_inner_groups_and_microbatches_run_dry_as_they_run(world, plans
 
 @pytest.mark.parametrize(("offload", "category"), [("none", "average"), ("cpu", "host")])
 def test_an_average_takes_a_shard_in_single_precision(offload, category):
-    def held(*, has_average: bool) -> dict[str, int]:
+    def measured(*, has_average: bool) -> dict[str, int]:
         plan = sw.ParallelPlan(strategy="zero3", offload_policy=offload)
         return sw.dry_run(build_wide, plan, world_size=4, has_average=has_average).bytes_by_category
 
-    without, found = held(has_average=False), held(has_average=True)
+    without, found = measured(has_average=False), measured(has_average=True)
     count = sum(parameter.numel() for parameter in build_wide().parameters())
     assert found.pop(category) - without.pop(category, 0) == pytest.approx(count, rel=0.02)  # 4 bytes, 4 ranks
     assert {name: n for name, n in found.items() if n} == {name: n for name, n in without.items() if n}
@@ -504,11 +504,11 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_run(tmp_path, 
 
 def test_the_command_shows_that_no_order_of_the_ranks_can_deadlock(capsys):
     assert main(["dry-run", "gpt-nano", "--world-size", "4", "--strategies", "zero3,ddp", "--check-order"]) == 0
-    told, flags = capsys.readouterr().out, re.MULTILINE
+    printed, flags = capsys.readouterr().out, re.MULTILINE
     assert re.search(
-        r"^zero3: no deadlock: \d\d+ collectives and messages of 4 ranks follow one order$", told, re.MULTILINE
+        r"^zero3: no deadlock: \d\d+ collectives and messages of 4 ranks follow one order$", printed, re.MULTILINE
     )
-    assert re.search(r"^ddp: no deadlock: \d+ collectives and messages of 4 ranks", told, flags)
+    assert re.search(r"^ddp: no deadlock: \d+ collectives and messages of 4 ranks", printed, flags)
 
 
 def test_without_a_choice_every_preset_that_fits_the_world_is_run(capsys):

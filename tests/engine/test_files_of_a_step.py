@@ -52,6 +52,6 @@ def enter_files() -> set[str]:
 def test_a_steady_step_enters_the_fourteen_files_that_the_page_of_the_architecture_tells() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     table = page.split("<!-- files of a step -->")[1].split("<!-- end of the files -->")[0]
-    told = set(re.findall(r"^\| `([a-z_/.]+)`", table, re.MULTILINE))
-    assert len(told) <= 14
-    assert run_on_ranks(enter_files, 2) == [told, told]
+    listed = set(re.findall(r"^\| `([a-z_/.]+)`", table, re.MULTILINE))
+    assert len(listed) <= 14
+    assert run_on_ranks(enter_files, 2) == [listed, listed]

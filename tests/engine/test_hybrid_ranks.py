@@ -344,8 +344,8 @@ def test_a_ring_of_waits_over_several_groups_is_a_disagreement():
     def status(channel, sequence, peers):
         row = [channel, sequence, "all_gather", f"unit {channel}", 64, "fp32"]
         newest = {channel: sequence}
-        held = {"last": "", "line": None, "waits_for": row, "issued": [row], "newest": newest}
-        return held | {"peers": peers, "messages": []}
+        record = {"last": "", "line": None, "waits_for": row, "issued": [row], "newest": newest}
+        return record | {"peers": peers, "messages": []}
 
     ring = {
         0: status("dp_shard@0", 5, [1]),

@@ -155,7 +155,7 @@ def step_all(model, optimizer, steps):
         optimizer.zero_grad()
 
 
-def held(model, optimizer):
+def ignored_state(model, optimizer):
     own = probe(model).ignored
     return {
         name: (p.detach().clone(), {k: v.clone() for k, v in optimizer.state.get(p, {}).items()})
@@ -169,7 +169,7 @@ def save(folder, ignored):
     step_all(model, optimizer, range(2))
     sw.save(Path(folder) / "at-2", model, optimizer)
     step_all(model, optimizer, [2])
-    return held(model, optimizer)
+    return ignored_state(model, optimizer)
 
 
 def load(folder, ignored, strategy):
@@ -178,7 +178,7 @@ def load(folder, ignored, strategy):
     optimizer = adamw(model.parameters())
     sw.load(Path(folder) / "at-2", model, optimizer)
     step_all(model, optimizer, [2])
-    return held(model, optimizer)
+    return ignored_state(model, optimizer)
 
 
 def load_elsewhere(folder, ignored):

@@ -148,12 +148,12 @@ def test_parity_shows_every_plan() -> None:
 
 @on_ranks(1)
 def test_an_alias_is_translated_once() -> None:
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told):
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
         for _ in range(2):
             sw.parallelize(build(), sw.ParallelPlan(strategy="FULL_SHARD"))
         sw.parallelize(build(), sw.ParallelPlan(strategy="zero3"))
-    assert told.getvalue() == "shardwise: strategy 'FULL_SHARD' is 'zero3' here\n"
+    assert stderr.getvalue() == "shardwise: strategy 'FULL_SHARD' is 'zero3' here\n"
 
 
 @on_ranks(1)

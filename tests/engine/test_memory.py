@@ -69,7 +69,7 @@ class Storages(dict[int, int]):
 
 def everything_alive() -> Storages:
     gc.collect()
-    return Storages().see(held for held in gc.get_objects() if issubclass(type(held), Tensor))
+    return Storages().see(each for each in gc.get_objects() if issubclass(type(each), Tensor))
 
 
 def backward(model: nn.Module, inputs: tuple[Tensor, ...], num_microbatches: int = 1) -> None:
@@ -105,13 +105,13 @@ def most_in_use(seen: Probe) -> Iterator[dict[str, int]]:
 
     def allocating(storage: GradientStorage, result: Tensor) -> None:
         allocate(storage, result)
-        held = Storages().see((*seen.gradient_buffers, storage.tensor)).num_bytes
-        most["reduce"] = max(most["reduce"], held)
+        num_bytes = Storages().see((*seen.gradient_buffers, storage.tensor)).num_bytes
+        most["reduce"] = max(most["reduce"], num_bytes)
 
     def look() -> None:
         for name, buffers in (("gathered", seen.gathered_buffers), ("reduce", seen.gradient_buffers)):
-            held = Storages().see(buffers).num_bytes
-            most[name] = max(most[name], held)
+            num_bytes = Storages().see(buffers).num_bytes
+            most[name] = max(most[name], num_bytes)
 
     def looking(name: str) -> Any:
         method = getattr(Engine, name)
@@ -147,7 +147,7 @@ def measure_categories(
     parameters = Storages().see(model.parameters())
     gradients = Storages().see(parameter.grad for parameter in model.parameters())
     gradients.see(seen.waiting_sums)
-    state = Storages().see(value for held in optimizer.state.values() for value in held.values())
+    state = Storages().see(value for of_parameter in optimizer.state.values() for value in of_parameter.values())
     kept = Storages().see(seen.kept_shards)
     replicas = Storages().see(seen.replicas).without(parameters)
     rest = everything_alive().without(before, Storages().see(inputs), parameters, gradients, state, kept, replicas)
@@ -294,8 +294,8 @@ def measure_total(name: str, preset: str) -> tuple[int, int]:
     with most_in_use(probe(model)) as most:
         train(model, optimizer, inputs, 2)
         model(*inputs).backward()
-    held = everything_alive().without(before, Storages().see(inputs)).num_bytes + sum(most.values())
-    return held, sum(probe(model).predicted_bytes().values())
+    num_bytes = everything_alive().without(before, Storages().see(inputs)).num_bytes + sum(most.values())
+    return num_bytes, sum(probe(model).predicted_bytes().values())
 
 
 def measure_totals(names):

@@ -45,9 +45,9 @@ def identity():
             plain_loss(model, 0, 0).backward()
             assert str(model) == str(plain)
     assert [p.numel() for p in model.parameters()] == [p.numel() for p in Chain().parameters()]
-    held = [p.shape.numel() for p in model.parameters()]
+    numels = [p.shape.numel() for p in model.parameters()]
     assert sw.logical_shape(torch.zeros(3, 4)) == (3, 4)
-    return held
+    return numels
 
 
 def test_classes_names_and_parameter_objects_stay():
@@ -123,7 +123,7 @@ def test_state_dict_copies_pickles_and_conversions_are_refused_with_what_to_use(
     for strategy in SPLIT:
         model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
         plain_loss(model, 0, 0).backward()
-        held = [p.detach().clone() for p in model.parameters()]
+        before = [p.detach().clone() for p in model.parameters()]
         for name, attempt in {
             "state_dict": model.state_dict,
             "inner state_dict": model.blocks[1].up.state_dict,
@@ -146,7 +146,7 @@ def test_state_dict_copies_pickles_and_conversions_are_refused_with_what_to_use(
         for nothing in (model.float, model.cpu, lambda model=model: model.to("cpu", torch.float32)):
             assert nothing() is model
         model.to(torch.float32).train()
-        assert all(torch.equal(a, b.detach()) for a, b in zip(held, model.parameters(), strict=True))
+        assert all(torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
         assert all(p.grad is not None or p.shape.numel() == 0 for p in model.parameters())
         plain_loss(model, 0, 1).backward()
     assert texts["state_dict"] == (
@@ -301,7 +301,7 @@ def test_a_state_dict_that_does_not_fit_is_refused_on_all_ranks_and_nothing_is_l
     texts = {}
     for strategy in ("ddp", "zero2", "zero3"):
         model = sw.parallelize(Stateful(), sw.ParallelPlan(strategy=strategy))
-        held = [p.detach().clone() for p in model.parameters()]
+        before = [p.detach().clone() for p in model.parameters()]
         good = Stateful(1.0).state_dict()
 
         def attempt(name, change, *, strict=True, model=model, good=good):
@@ -317,7 +317,7 @@ def test_a_state_dict_that_does_not_fit_is_refused_on_all_ranks_and_nothing_is_l
         attempt("prefix", lambda s: rename(s, "module."))
         attempt("prefix, not strict", lambda s: rename(s, "module."), strict=False)
         attempt("extra", lambda s: s.update({"blocks.0._extra_state": {"count": torch.zeros(1)}}))
-        assert all(torch.equal(a, b.detach()) for a, b in zip(held, model.parameters(), strict=True))
+        assert all(torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
         state = {name: value for name, value in good.items() if "blocks.1.up" in name}
         odd = {"other": torch.zeros(1)}
         missing, unexpected = sw.load_full_state_dict(model, state | odd if rank == 0 else {}, strict=False)
@@ -371,10 +371,10 @@ def test_state_dicts_are_streamed_one_group_at_a_time():
     """pytorch#80581, DeepSpeed#3938: a full state dict runs out of memory, or hangs."""
     (whole, one, saving, loading), (_, _, other_saving, other_loading) = run_on_ranks(streaming, 2)
     # The whole state dict and this rank's master are seen as well; what is left is the peak of the streaming.
-    held = whole + whole // 2
+    state_bytes = whole + whole // 2
     slack = 8192
-    assert held < saving <= held + one + slack
-    assert held < loading <= held + one + slack
+    assert state_bytes < saving <= state_bytes + one + slack
+    assert state_bytes < loading <= state_bytes + one + slack
     assert other_saving <= whole // 2 + slack
     assert other_loading <= whole // 2 + slack
 

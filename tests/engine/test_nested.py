@@ -24,7 +24,7 @@ class Config:
 
 
 def test_a_data_class_is_read_past_its_class():
-    held = Config()
-    assert list(tensors_in({"config": held})) == [held.tensor]
-    changed = replace_tensors([held], lambda tensor: tensor)
-    assert changed[0] is held
+    config = Config()
+    assert list(tensors_in({"config": config})) == [config.tensor]
+    changed = replace_tensors([config], lambda tensor: tensor)
+    assert changed[0] is config

@@ -22,11 +22,11 @@ def test_a_model_left_on_the_cpu_of_a_machine_with_gpus_is_told() -> None:
 
 
 def left_on_the_cpu() -> list[str]:
-    told: list[str] = []
+    messages: list[str] = []
     torch.cuda.device_count = lambda: 2
-    sw.api.parallelize.tell_once = told.append
+    sw.api.parallelize.tell_once = messages.append
     sw.parallelize(torch.nn.Linear(2, 2), sw.ParallelPlan(strategy="ddp"))
-    return told
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -36,16 +36,16 @@ def left_on_the_cpu() -> list[str]:
 @on_ranks(1)
 def test_updates_in_16_bit_are_told_once_unless_they_are_asked_for(dtype, master_dtype, count):
     """On a rank: what is told before the optimizer's first step, at it, and at its second."""
-    told: list[str] = []
-    sw.engine.extensions.precision.tell_once = told.append
+    messages: list[str] = []
+    sw.engine.extensions.precision.tell_once = messages.append
     plan = sw.ParallelPlan(mp_policy=sw.PrecisionPolicy("bf16", master_dtype=master_dtype))
     model = sw.parallelize(torch.nn.Linear(2, 2, dtype=dtype), plan)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 2)).sum().backward()
-    found = [list(told)]
+    found = [list(messages)]
     for _ in range(2):
         optimizer.step()
-        found.append(list(told))
+        found.append(list(messages))
     before, first, second = found
     assert (len(before), len(first), len(second)) == (0, count, count)
     assert all("updated in bf16, in which small updates are lost" in text for text in first)

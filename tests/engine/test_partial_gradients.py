@@ -68,9 +68,9 @@ def test_torchs_clipping_of_flat_parameters_is_refused():
     model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="zero3"))
     optimizer = torch.optim.AdamW(sw.flat_parameters(model))
     model(sample(torch.distributed.get_rank(), 0)).square().mean().backward()
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with pytest.raises(StateError, match=r"sw\.clip_grad_norm"):
-        torch.nn.utils.clip_grad_norm_(held, 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.step()
 
 
@@ -171,10 +171,10 @@ def test_a_step_with_a_closure_is_the_backward_and_then_the_step():
 @on_ranks(2)
 def test_hooks_around_a_step_see_parts_wherever_they_are_registered():
     def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        (held,) = (p for p in optimizer.param_groups[0]["params"][:1])
+        (parameter,) = (p for p in optimizer.param_groups[0]["params"][:1])
         with pytest.raises(StateError, match=r"sw\.clip_grad_norm"):
-            held.grad.norm()
-        norms.append(sw.clip_grad_norm([held], float("inf")))  # as the message says
+            parameter.grad.norm()
+        norms.append(sw.clip_grad_norm([parameter], float("inf")))  # as the message says
 
     for flat in (False, True):
         norms: list[torch.Tensor] = []
@@ -211,18 +211,18 @@ class Raises(torch.optim.SGD):
 def test_nothing_of_parts_keeps_a_deleted_model_alive():
     sw.declare_elementwise(Raises)
     model = model_with_gradients()
-    held = list(model.parameters())
+    shards = list(model.parameters())
     engine, alive = weakref.ref(attachment_of(model).engine), weakref.ref(model)
-    parts, average = [p.grad * 2 for p in held], torch.zeros(64)
+    parts, average = [p.grad * 2 for p in shards], torch.zeros(64)
     average[: parts[0].shape.numel()] = parts[0].view(-1)
     with contextlib.suppress(StateError):
         parts[0].norm()
-    optimizers = [torch.optim.AdamW(held), Raises(held)]
+    optimizers = [torch.optim.AdamW(shards), Raises(shards)]
     optimizers[0].step()
     with contextlib.suppress(ZeroDivisionError):
         optimizers[1].step()  # its parameters stay plain
-    parameters = [weakref.ref(p) for p in held]
-    del model, held
+    parameters = [weakref.ref(p) for p in shards]
+    del model, shards
     gc.collect()
     assert alive() is None
     assert engine() is None

@@ -75,15 +75,15 @@ def trained(build: type[nn.Module], **options: object) -> tuple[nn.Module, list[
 
 @on_ranks(2, 3)
 def test_bytes_and_the_order_of_messages_are_those_predicted() -> None:
-    held, gathers = {}, {}
+    gathered_bytes, gathers = {}, {}
     for depth in (0, 1, 2):
         model, events = trained(Uneven, **ahead(depth, depth))
         seen = probe(model)
         assert events == [tuple(event) for event in seen.predicted_collectives()], depth
         assert seen.held_bytes()["gathered"] == seen.predicted_bytes()["gathered"], depth
-        held[depth] = seen.predicted_bytes()["gathered"]
+        gathered_bytes[depth] = seen.predicted_bytes()["gathered"]
         gathers[depth] = sorted(event for event in events if event[0] == "all_gather")
-    assert held[0] < held[1] < held[2]
+    assert gathered_bytes[0] < gathered_bytes[1] < gathered_bytes[2]
     assert all(found == gathers[0] for found in gathers.values())  # nothing is gathered more often
 
 
@@ -143,7 +143,7 @@ def expected(ahead: int) -> list[int]:
 
 @on_ranks(2)
 def test_as_many_units_are_gathered_ahead_as_the_plan_says() -> None:
-    held = {}
+    gathered_bytes = {}
     for forward, backward in ((0, 0), (1, 1), (2, 1), (1, 3), (3, 2)):
         plan = sw.ParallelPlan(merge_units=False, forward_prefetch=forward, backward_prefetch=backward)
         model = sw.parallelize(Watched(), plan)
@@ -154,9 +154,9 @@ def test_as_many_units_are_gathered_ahead_as_the_plan_says() -> None:
         trace = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in model.events]
         assert trace == [tuple(event) for event in seen.predicted_collectives()]
         assert seen.held_bytes()["gathered"] == seen.predicted_bytes()["gathered"]
-        held[max(forward, backward)] = seen.predicted_bytes()["gathered"]
-    block = held[2] - held[1]
-    assert (held[0], held[3]) == (held[1] - block, held[1] + 2 * block)
+        gathered_bytes[max(forward, backward)] = seen.predicted_bytes()["gathered"]
+    block = gathered_bytes[2] - gathered_bytes[1]
+    assert (gathered_bytes[0], gathered_bytes[3]) == (gathered_bytes[1] - block, gathered_bytes[1] + 2 * block)
 
 
 @on_ranks(2)

@@ -263,5 +263,5 @@ def test_nothing_that_a_step_needs_stays_allocated():
 def test_with_one_gradient_buffer_a_single_unit_has_one_at_a_time():
     for build in (Chain, Twice):
         for strategy, trained in compare_each(build, plain_loss, gradient_buffers=1).items():
-            held, predicted = trained.probe.held_bytes(), trained.probe.predicted_bytes()
-            assert held["reduce"] == predicted["reduce"], strategy
+            measured, predicted = trained.probe.held_bytes(), trained.probe.predicted_bytes()
+            assert measured["reduce"] == predicted["reduce"], strategy

@@ -86,8 +86,8 @@ def train(strategy: str, folder: str, is_refused: bool) -> dict[str, Tensor]:
     tables[0] = table or _kept[0]
     remote = tables[0]
     model = sw.parallelize(plain, strategy=strategy)
-    held = [rpc.RRef(p) for p in model.parameters()]
-    local = DistributedOptimizer(torch.optim.SGD, held, lr=0.1)
+    references = [rpc.RRef(p) for p in model.parameters()]
+    local = DistributedOptimizer(torch.optim.SGD, references, lr=0.1)
     if is_refused:
         refuse(model, remote, local)
         rpc.shutdown()

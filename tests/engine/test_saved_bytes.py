@@ -33,11 +33,11 @@ def saved_bytes(way: str | sw.RecomputePolicy) -> tuple[int, int]:
     before = count.live_bytes
     with count:
         loss = model(tokens, tokens)
-        held = count.live_bytes - before
+        saved_bytes = count.live_bytes - before
         loss.backward()
     peak = count.peak_bytes - before
     count.forget()
-    return held, peak
+    return saved_bytes, peak
 
 
 def measure() -> dict[str, tuple[int, int]]:

@@ -64,9 +64,9 @@ class Average:
 
     def swap(self, model: nn.Module) -> None:
         for average, parameter in zip(self.averages, model.parameters(), strict=True):
-            held = parameter.detach().clone()
+            values = parameter.detach().clone()
             parameter.data.copy_(average)
-            average.copy_(held)
+            average.copy_(values)
 
 
 def evaluate_the_average(model, rank, step):

@@ -146,10 +146,10 @@ def test_with_blocks_of_256_small_pieces_keep_their_states_in_fp32():
     """What is true, and where the numbers then differ from one process; at 4 ranks, which all get the same data."""
     kinds = set()
     for found in run_on_ranks(small_pieces, 4):
-        for name, (numel, held, is_quantized, is_same) in found.items():
-            if not held:
+        for name, (numel, local_numel, is_quantized, is_same) in found.items():
+            if not local_numel:
                 continue
-            expected = held >= 4096 and held % 256 == 0
+            expected = local_numel >= 4096 and local_numel % 256 == 0
             would_be = numel >= 4096 and numel % 256 == 0
             assert is_quantized == expected, name
             assert is_same == (expected == would_be), name

@@ -91,11 +91,11 @@ def test_a_gradient_that_the_caller_holds_stays_what_it_was():
         kept: list[list[torch.Tensor]] = []
         for step in range(3):
             even_loss(model, dist.get_rank(), step).backward()
-            held = [p.grad for group in optimizer.param_groups for p in group["params"]]
-            kept += [held, [grad.to_local().clone() if hasattr(grad, "to_local") else grad.clone() for grad in held]]
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            kept += [grads, [grad.to_local().clone() if hasattr(grad, "to_local") else grad.clone() for grad in grads]]
             optimizer.zero_grad()
-        for held, copies in zip(kept[::2], kept[1::2], strict=True):
-            for grad, before in zip(held, copies, strict=True):
+        for grads, copies in zip(kept[::2], kept[1::2], strict=True):
+            for grad, before in zip(grads, copies, strict=True):
                 assert torch.equal(grad.to_local() if hasattr(grad, "to_local") else grad, before), strategy
 
 
@@ -334,9 +334,9 @@ def shape_of_groups():
         assert none_decay[0]["weight_decay"] == 0.0
         found[strategy] = [len(group["params"]) for group in two], len(one[0]["params"])
         odd = sw.flat_parameters(model, decay=lambda name, _parameter: name.endswith("weight") and "up" in name)
-        held = sum(shard.shape.numel() for shard in model.parameters())
+        numel = sum(shard.shape.numel() for shard in model.parameters())
         flats = [p for group in odd for p in group["params"] if isinstance(p, FlatParameter)]
-        assert sum(part.numel() for p in flats for part in p.views_in(p)) == held, rank
+        assert sum(part.numel() for p in flats for part in p.views_in(p)) == numel, rank
     return found
 
 
@@ -405,7 +405,7 @@ def test_the_optimizer_does_not_keep_the_model_alive():
     engine = probe(model).weak_references()
     gc.disable()
     del model
-    was_freed = all(held() is None for held in engine)
+    was_freed = all(reference() is None for reference in engine)
     gc.enable()
     optimizer.step()  # nothing has a gradient any longer
     optimizer.zero_grad()
@@ -417,15 +417,15 @@ def state_bytes(strategy):
     model = sw.parallelize(Chain(lambda: Block(8, 61)), sw.ParallelPlan(strategy=strategy))
     optimizer = torch.optim.AdamW(flat_groups(model), lr=1e-2)
     train(model, optimizer, plain_loss, 0, 1)
-    held = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
-    return held, probe(model).predicted_bytes()["optimizer"]
+    measured = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    return measured, probe(model).predicted_bytes()["optimizer"]
 
 
 @on_ranks(1, 3)
 def test_bytes_of_state_are_the_closed_form_padding_inside_a_range_included():
     found = {strategy: state_bytes(strategy) for strategy in PRESETS}
-    for strategy, (held, predicted) in found.items():
-        assert held == predicted, strategy
+    for strategy, (measured, predicted) in found.items():
+        assert measured == predicted, strategy
 
 
 def test_an_optimizer_of_other_parameters_is_left_alone():

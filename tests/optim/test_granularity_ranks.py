@@ -76,9 +76,9 @@ class Both:
 
 def muon(parameters: Iterable[nn.Parameter]) -> Both:
     """Muon for the matrices, AdamW for the rest, as its users build it. (Muon divides by the sides of its matrices.)"""
-    held = list(parameters)
-    matrices = [p for p in held if p.dim() == 2 and sw.logical_shape(p).numel()]
-    others = [p for p in held if p.dim() != 2]
+    listed = list(parameters)
+    matrices = [p for p in listed if p.dim() == 2 and sw.logical_shape(p).numel()]
+    others = [p for p in listed if p.dim() != 2]
     return Both(torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-2))
 
 
@@ -175,9 +175,9 @@ def test_with_row_every_rank_sees_whole_rows():
 def test_with_blocks_a_rank_holds_a_run_of_elements():
     found = run_on_ranks(seen_shapes, 3, sw.block(512))
     for name, (_, _, logical) in found[0].items():
-        held = [math.prod(seen[name][0]) for seen in found]
-        assert sum(held) == math.prod(logical)
-        cuts = [sum(held[:rank]) for rank in range(3)]
+        numels = [math.prod(seen[name][0]) for seen in found]
+        assert sum(numels) == math.prod(logical)
+        cuts = [sum(numels[:rank]) for rank in range(3)]
         assert all(cut % 512 == 0 or cut == math.prod(logical) for cut in cuts)
 
 

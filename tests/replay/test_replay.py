@@ -52,30 +52,30 @@ def test_a_difference_is_told_in_words() -> None:
     found, now = changed()
     assert found.first_difference("a", now, has_values=True) is None
     now["ranks"][1]["steps"][2]["events"][3] = "all_gather dp_shard nobody fp32 8"
-    told = found.first_difference("a", now, has_values=True)
-    assert told is not None
-    assert told.startswith("a, rank 1, step 2, event 3: all_gather dp_shard blocks.")
-    assert told.endswith(", now all_gather dp_shard nobody fp32 8")
+    difference = found.first_difference("a", now, has_values=True)
+    assert difference is not None
+    assert difference.startswith("a, rank 1, step 2, event 3: all_gather dp_shard blocks.")
+    assert difference.endswith(", now all_gather dp_shard nobody fp32 8")
 
 
 def test_numbers_are_compared_only_where_one_process_computes_the_same() -> None:
     found, now = changed()
     now["ranks"][0]["steps"][1]["loss"] = (1.5).hex()
-    told = found.first_difference("a", now, has_values=True)
-    assert told is not None
-    assert "rank 0, step 1: loss " in told
-    assert "now 1.5" in told
+    difference = found.first_difference("a", now, has_values=True)
+    assert difference is not None
+    assert "rank 0, step 1: loss " in difference
+    assert "now 1.5" in difference
     assert found.first_difference("a", now, has_values=False) is None
 
 
 def test_state_and_predicted_bytes_are_compared() -> None:
     found, now = changed()
     now["state"]["lm_head.weight"] = "0"
-    told = found.first_difference("a", now, has_values=True)
-    assert told is not None
-    assert told.startswith("a, state: lm_head.weight ")
+    difference = found.first_difference("a", now, has_values=True)
+    assert difference is not None
+    assert difference.startswith("a, state: lm_head.weight ")
     found, now = changed()
     now["predicted"]["bytes"]["gathered"] += 1
-    told = found.first_difference("a", now, has_values=False)
-    assert told is not None
-    assert told.startswith("a, predicted bytes: gathered ")
+    difference = found.first_difference("a", now, has_values=False)
+    assert difference is not None
+    assert difference.startswith("a, predicted bytes: gathered ")

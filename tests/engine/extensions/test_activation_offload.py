@@ -85,12 +85,12 @@ def moved_and_held(**options: Any) -> tuple[list[int], int]:
     gc.collect()
     with StorageCount("cpu", sees_arguments=False) as seen:
         seen.see_all_objects()
-        held = seen.live_bytes
+        measured = seen.live_bytes
         step()
     seen.forget()
     after = (offload.sent_bytes, offload.returned_bytes, 0) if offload else (0, 0, 0)
     moved = [after[0] - before[0], after[1] - before[1], offload.host.num_bytes if offload else 0]
-    return moved, seen.peak_bytes - held
+    return moved, seen.peak_bytes - measured
 
 
 def dry(**options: Any) -> sw.DryRun:
@@ -117,8 +117,8 @@ def test_each_saved_storage_is_copied_once_and_the_peak_falls_by_all_but_two_cal
         missing = (BLOCKS - 2) * per_block - (plain - offloaded)
         assert 0 <= missing <= 4 * BLOCKS * (2 * DIM * WIDE + DIM + WIDE), (recomputed, plain, offloaded)
         ran = [dry(**options), dry(**options, offload_activations=True)]
-        held = [run.bytes_by_category for run in ran]
-        assert held[1]["host"] - held[0]["host"] == BLOCKS * per_block
+        measured = [run.bytes_by_category for run in ran]
+        assert measured[1]["host"] - measured[0]["host"] == BLOCKS * per_block
         assert ran[0].peak_bytes - ran[1].peak_bytes == plain - offloaded
 
 

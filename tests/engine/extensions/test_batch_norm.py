@@ -119,11 +119,11 @@ def test_it_works_under_recomputation():
     loss.backward()
     for name, parameter in plain.named_parameters():
         mark = model.get_parameter(name)
-        held = torch.zeros_like(parameter).view(-1)
+        full_grad = torch.zeros_like(parameter).view(-1)
         gathered = [None, None]
         dist.all_gather_object(gathered, mark.grad.flatten() if mark.grad is not None else None)
-        torch.cat([part for part in gathered if part is not None], out=held)
-        close(held.view_as(parameter), parameter.grad, name)
+        torch.cat([part for part in gathered if part is not None], out=full_grad)
+        close(full_grad.view_as(parameter), parameter.grad, name)
 
 
 @on_ranks(2)
@@ -138,9 +138,9 @@ def test_it_works_in_mixed_precision():
     assert model.blocks[0][1].running_mean.dtype is torch.float32
     assert model.blocks[0][1].weight.dtype is torch.float32
     norm = model.blocks[0][1]
-    held = [torch.zeros_like(norm.running_var) for _ in range(2)]
-    dist.all_gather(held, norm.running_var)
-    assert torch.equal(*held)
+    variances = [torch.zeros_like(norm.running_var) for _ in range(2)]
+    dist.all_gather(variances, norm.running_var)
+    assert torch.equal(*variances)
 
 
 def traffic():

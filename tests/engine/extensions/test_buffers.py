@@ -47,19 +47,19 @@ SAVED = [name for name, _ in build().named_buffers() if "passing" not in name]
 PASSING = [name for name, _ in build().named_buffers() if "passing" in name]
 
 
-def expected_sync(held: list[dict[str, Tensor]], mode: str) -> None:
+def expected_sync(states: list[dict[str, Tensor]], mode: str) -> None:
     """What a sync does to the buffers of all ranks, written plainly."""
     if mode == "none":
         return
-    for name in held[0] if mode != "auto" else SAVED:
-        root = held[0][name].clone()
+    for name in states[0] if mode != "auto" else SAVED:
+        root = states[0][name].clone()
         if mode == "mean" and root.is_floating_point():
-            gaps = [torch.where(each[name] == root, torch.zeros_like(root), each[name] - root) for each in held]
+            gaps = [torch.where(each[name] == root, torch.zeros_like(root), each[name] - root) for each in states]
             total = gaps[0]
             for gap in gaps[1:]:
                 total = total + gap
-            root = root + total / len(held)
-        for each in held:
+            root = root + total / len(states)
+        for each in states:
             each[name].data.copy_(root)
 
 
@@ -183,15 +183,15 @@ def none_to_send():
     quiet = sw.parallelize(build(), sw.ParallelPlan(strategy="ddp", sync_buffers="none"))
     plain_loss(quiet, 0, 0).backward()
     syncing = [sw.parallelize(build(), sw.ParallelPlan(sync_buffers=mode)) for mode in ("auto", "broadcast", "mean")]
-    told = [sw.summary(each).buffers for each in (model, quiet, *syncing)]
+    summaries = [sw.summary(each).buffers for each in (model, quiet, *syncing)]
     with torch.no_grad():
-        return [*events_of(model, model, sample(0, 0)), *events_of(quiet, quiet, sample(0, 0))], told
+        return [*events_of(model, model, sample(0, 0)), *events_of(quiet, quiet, sample(0, 0))], summaries
 
 
 def test_without_buffers_nothing_is_sent_and_the_summary_says_what_auto_means():
-    events, told = run_on_ranks(none_to_send, 2)[0]
+    events, summaries = run_on_ranks(none_to_send, 2)[0]
     assert events == []
-    assert told == [
+    assert summaries == [
         "not synchronised: none is saved with the model (auto)",
         "not synchronised",
         "18 that are saved with the model (auto); rank 0's are sent before the first forward after one in train mode",
@@ -242,9 +242,9 @@ def test_what_is_saved_is_the_mean(tmp_path):
     for strategy in presets():
         model = sw.parallelize(build(), sw.ParallelPlan(strategy=strategy, sync_buffers="mean"))
         plain_loss(model, rank, 0).backward()
-        held = [torch.zeros(8) for _ in range(2)]
-        dist.all_gather(held, model.blocks[1].mean)
-        mean = held[0] + (held[0] * 0 + (held[1] - held[0])) / 2
+        means = [torch.zeros(8) for _ in range(2)]
+        dist.all_gather(means, model.blocks[1].mean)
+        mean = means[0] + (means[0] * 0 + (means[1] - means[0])) / 2
         if strategy == "ddp":
             with sw.full_parameters(model):
                 assert torch.equal(model.blocks[1].mean, mean)
@@ -256,7 +256,7 @@ def test_what_is_saved_is_the_mean(tmp_path):
         else:
             state = sw.full_state_dict(model)
             assert rank or torch.equal(state["blocks.1.mean"], mean)
-        assert not torch.equal(*held)
+        assert not torch.equal(*means)
 
 
 def replaced():
@@ -299,8 +299,8 @@ def held_bytes(mode):
     inputs = (sample(dist.get_rank(), 0),)
     train(model, optimizer, inputs, 3)
     buffers = Storages().see(model.buffers())
-    held = everything_alive().without(before, buffers, Storages().see(inputs)).num_bytes
-    return held, sw.summary(model).footprint.total
+    num_bytes = everything_alive().without(before, buffers, Storages().see(inputs)).num_bytes
+    return num_bytes, sw.summary(model).footprint.total
 
 
 def test_messages_are_in_the_footprint():

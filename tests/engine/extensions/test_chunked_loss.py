@@ -71,8 +71,8 @@ def test_loss_and_gradients_are_those_of_the_plain_model(kind: str) -> None:
         assert torch.equal(*whole)
         if kind != "ours":
             assert chunked(input_ids=ids, labels=ids).logits is None
-            told = [model.generate(ids[:, :4], max_new_tokens=4, do_sample=False) for model in (plain, chunked)]
-            assert torch.equal(*told)
+            generated = [model.generate(ids[:, :4], max_new_tokens=4, do_sample=False) for model in (plain, chunked)]
+            assert torch.equal(*generated)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -81,7 +81,7 @@ def test_loss_and_gradients_are_those_of_the_plain_model(kind: str) -> None:
 def test_losses_of_16_bit_are_added_in_fp32(dtype: torch.dtype, more: dict[str, Any], *, is_autocast: bool) -> None:
     plain = build("llama") if is_autocast else build("llama").to(dtype)
     chunked = sw.chunk_cross_entropy(copy.deepcopy(plain))
-    ids, labels = (held.repeat(500, 1) for held in batch())  # 18,000 positions: their sum is beyond fp16's range
+    ids, labels = (each.repeat(500, 1) for each in batch())  # 18,000 positions: their sum is beyond fp16's range
     with torch.no_grad(), torch.autocast("cpu", dtype, enabled=is_autocast):
         losses = [loss_of(model, "llama", ids, labels, **more).item() for model in (plain, chunked)]
     assert losses[1] == pytest.approx(losses[0], rel=5e-4)
@@ -95,23 +95,23 @@ def test_losses_of_16_bit_are_added_in_fp32(dtype: torch.dtype, more: dict[str, 
 def train(kind: str, strategy: str) -> tuple[list[float], dict[str, Tensor]]:
     model = sw.parallelize(sw.chunk_cross_entropy(build(kind)), strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    told = []
+    losses = []
     for step in range(3):
-        ids, labels = (held.chunk(2)[torch.distributed.get_rank()] for held in batch(step))
-        told.append(
+        ids, labels = (each.chunk(2)[torch.distributed.get_rank()] for each in batch(step))
+        losses.append(
             float(sw.train_step(model, {"input_ids": ids, "labels": labels} if kind != "ours" else (ids, labels)))
         )
         optimizer.step()
         optimizer.zero_grad()
-    return told, sw.full_state_dict(model)
+    return losses, sw.full_state_dict(model)
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("llama", "zero3"), ("gpt2", "zero3"), ("ours", "zero2")])
 def test_two_ranks_train_as_one_plain_process(kind: str, strategy: str) -> None:
-    told, state = run_on_ranks(train, 2, kind, strategy, timeout_s=60)[0]
+    losses, state = run_on_ranks(train, 2, kind, strategy, timeout_s=60)[0]
     model = build(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    for step, loss in enumerate(told):
+    for step, loss in enumerate(losses):
         expected = loss_of(model, kind, *batch(step))
         assert loss == pytest.approx(expected.item(), rel=1e-5)
         expected.backward()

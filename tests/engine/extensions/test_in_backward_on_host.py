@@ -170,6 +170,6 @@ def test_the_model_and_the_thread_are_gone_at_once():
     engine = probe(model).weak_references()
     gc.disable()
     del model
-    assert all(held() is None for held in engine)
+    assert all(reference() is None for reference in engine)
     workers[0].join(timeout=30)
     assert not workers[0].is_alive()

@@ -396,6 +396,6 @@ def test_the_model_is_freed_at_once():
     engine = probe(model).weak_references()
     gc.disable()
     del model
-    was_freed = all(held() is None for held in engine)
+    was_freed = all(reference() is None for reference in engine)
     gc.enable()
     assert was_freed

@@ -25,8 +25,8 @@ def test_a_stream_of_tokens_leaves_gradient_sync_as_the_caller_sets_it_meanwhile
 def test_buffers_are_synchronised_first_and_saved_tensors_are_watched_last() -> None:
     model = build()
     engine = engine_of(model, "a test")
-    told = [type(method.__self__).__name__ for method in engine.extras.forward_begins]
-    assert told == ["BufferSync", "InsideDDP", "RefusesAdded", "RestoresParts", "SavedTensors", "LostWrites"]
+    called = [type(method.__self__).__name__ for method in engine.extras.forward_begins]
+    assert called == ["BufferSync", "InsideDDP", "RefusesAdded", "RestoresParts", "SavedTensors", "LostWrites"]
 
 
 def test_backward_shows_gradients_before_an_optimizer_inside_it_may_take_them() -> None:

@@ -149,8 +149,8 @@ def train_convolutional(preset: str, buffer_dtype: str | None) -> tuple[dict[str
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     descend(optimizer, (model(images(step)).float().square().mean() for step in range(STEPS)))
-    held = {name: tensor.dtype for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    return sw.full_state_dict(model), held
+    dtypes = {name: tensor.dtype for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    return sw.full_state_dict(model), dtypes
 
 
 def train_plain_convolutional() -> dict[str, Tensor]:
@@ -174,14 +174,14 @@ def train_plain_convolutional() -> dict[str, Tensor]:
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
 def test_torchtitan_674_batch_norm_stays_fp32_and_buffers_follow_their_own_policy(preset: str) -> None:
     expected = train_plain_convolutional()
-    ((state, held),) = run_on_ranks(train_convolutional, 1, preset, None)
-    assert set(held.values()) == {FP32, torch.int64}
+    ((state, dtypes),) = run_on_ranks(train_convolutional, 1, preset, None)
+    assert set(dtypes.values()) == {FP32, torch.int64}
     assert state.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(state[name], value), name
     assert not torch.equal(state["stages.1.1.running_mean"], Convolutional().state_dict()["stages.1.1.running_mean"])
-    ((_, held),) = run_on_ranks(train_convolutional, 1, preset, "bf16")
-    assert [name for name, dtype in held.items() if dtype is BF16] == ["frequencies"]
+    ((_, dtypes),) = run_on_ranks(train_convolutional, 1, preset, "bf16")
+    assert [name for name, dtype in dtypes.items() if dtype is BF16] == ["frequencies"]
 
 
 def save_and_load_cast_buffers(path: str, pp: int) -> tuple[dict[str, torch.dtype], list[bool]]:
@@ -190,14 +190,14 @@ def save_and_load_cast_buffers(path: str, pp: int) -> tuple[dict[str, torch.dtyp
     model = nn.Sequential(Scaled(), Scaled(), Scaled(), Scaled())
     policy = sw.PrecisionPolicy(param_dtype=None, reduce_dtype=None, buffer_dtype="bf16")
     sw.parallelize(model, sw.ParallelPlan(pp=pp, mp_policy=policy))
-    held = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
-    assert {buffer.dtype for buffer in held.values()} == {BF16}
-    before = {name: buffer.clone() for name, buffer in held.items()}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+    assert {buffer.dtype for buffer in buffers.values()} == {BF16}
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
     state = sw.full_state_dict(model)
     sw.save(path, model)
     same = []
     for load in (lambda: sw.load(path, model), lambda: sw.load_full_state_dict(model, state)):
-        for buffer in held.values():
+        for buffer in buffers.values():
             buffer.zero_()
         load()
         same += [torch.equal(dict(model.named_buffers())[name], value) for name, value in before.items()]

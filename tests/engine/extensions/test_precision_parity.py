@@ -106,9 +106,9 @@ def test_masters_replicas_and_gradients_take_the_bytes_of_the_formula(preset: st
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     descend(optimizer, (model(*models.batch(step, 0, distributed.get_rank())) for step in range(3)))
     seen, categories = probe(model), ("parameters", "gradients", "gathered")
-    held, predicted = seen.held_bytes(), seen.predicted_bytes()
-    held, predicted = sum(held[each] for each in categories), sum(predicted[each] for each in categories)
-    assert held == predicted
+    measured, predicted = seen.held_bytes(), seen.predicted_bytes()
+    measured, predicted = sum(measured[each] for each in categories), sum(predicted[each] for each in categories)
+    assert measured == predicted
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype", "master_dtype"])

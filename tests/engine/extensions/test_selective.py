@@ -295,8 +295,8 @@ def test_between_forward_and_backward_only_products_and_the_input_lie_in_memory(
             context_fn=selective.contexts(FAMILIES),
         )
     weights = {each.untyped_storage()._cdata for each in (x, out, first.weight, second.weight)}
-    held = {ref.cdata for ref in made if not ref.expired()} - weights
-    assert len(held) == 2
+    alive = {ref.cdata for ref in made if not ref.expired()} - weights
+    assert len(alive) == 2
     out.sum().backward()
     assert all(ref.expired() or ref.cdata in weights for ref in made)
 

@@ -248,12 +248,12 @@ def buffers(mode):
             plain_loss(copies[r], r, step)
         sources = there if step + 1 == max(counts) else [r for r in there if step + 1 < counts[r]]
         for name, buffer in copies[0].named_buffers():
-            held = [dict(each.named_buffers())[name] for each in copies]
-            root = held[sources[0]].clone()
+            buffers = [dict(each.named_buffers())[name] for each in copies]
+            root = buffers[sources[0]].clone()
             if mode == "mean" and root.is_floating_point():
-                gaps = [held[r] - root for r in there if r in sources]
+                gaps = [buffers[r] - root for r in there if r in sources]
                 root = root + sum(gaps[1:], gaps[0]) / len(sources)
-            for each in held:
+            for each in buffers:
                 each.data.copy_(root)
             del buffer
     for name, buffer in model.named_buffers():
@@ -329,8 +329,8 @@ def test_a_batch_costs_one_small_message():
     with sw.record_collectives(model) as inside:
         for step, weight in sw.join(model, range(2 + rank)):
             descend(optimizer, [weight * plain_loss(model, rank, step)])
-    told = [event for event in inside if event.unit == "join"]
-    assert [(event.kind, event.sent_bytes) for event in told] == [("all_gather", 8)] * 4
+    joins = [event for event in inside if event.unit == "join"]
+    assert [(event.kind, event.sent_bytes) for event in joins] == [("all_gather", 8)] * 4
     once = [(event.kind, event.unit, event.sent_bytes) for event in outside]
     assert [(e.kind, e.unit, e.sent_bytes) for e in inside if e.unit != "join"] == 3 * once
 

@@ -55,15 +55,15 @@ def measure(preset: str, form: str, kind: str) -> dict[str, object]:
         train(model, optimizer, inputs, 2)
         with sw.record_collectives(model) as events:
             model(*inputs).backward()
-    held = None
+    num_bytes = None
     if is_weighed:
-        held = everything_alive().without(before, Storages().see(inputs)).num_bytes + sum(most.values())
+        num_bytes = everything_alive().without(before, Storages().see(inputs)).num_bytes + sum(most.values())
     seen = probe(model)
     linear = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     frozen = [shard for shard in seen.shards if shard.name.rpartition(".")[0] in linear]
     frozen = [shard for shard in frozen if shard.held_as or (form == "none" and not shard.parameter.requires_grad)]
     return {
-        "held": held,
+        "held": num_bytes,
         "predicted": sum(seen.predicted_bytes().values()),
         "categories": seen.predicted_bytes(),
         "frozen": Storages().see(shard.parameter for shard in frozen).num_bytes,
@@ -106,10 +106,10 @@ def test_a_dry_run_sends_and_holds_the_same(world: int) -> None:
             )
             sent = [(event.kind, event.unit, event.dtype, event.sent_bytes) for event in dry.events]
             assert sent == found["events"], (rank, preset, form, kind)
-            held, most = dry.bytes_by_category, found["categories"]
-            assert held["parameters"] == most["parameters"], (rank, preset, form, kind)
+            expected, most = dry.bytes_by_category, found["categories"]
+            assert expected["parameters"] == most["parameters"], (rank, preset, form, kind)
             for category in ("gathered", "reduce"):  # a dry run says what of these is there at the peak of all
-                assert held[category] <= most[category], (rank, preset, form, kind)
+                assert expected[category] <= most[category], (rank, preset, form, kind)
 
 
 @pytest.mark.slow

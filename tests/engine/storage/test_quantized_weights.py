@@ -292,8 +292,8 @@ def test_codes_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     assert all(torch.equal(value, two[0][name]) for name, value in three[0].items() if "@" not in name)
     for ranks in (two, three):
         whole: dict[str, list[tuple[int, Tensor]]] = {}
-        for held in ranks:
-            for key, codes in held.items():
+        for of_rank in ranks:
+            for key, codes in of_rank.items():
                 if "@" in key and codes.numel():
                     name, start = key.split("@")
                     whole.setdefault(name, []).append((int(start), codes))

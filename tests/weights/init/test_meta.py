@@ -286,10 +286,10 @@ class Lazy(Mapping):
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self.state = state
-        self.asked: list[str] = []
+        self.requested: list[str] = []
 
     def __getitem__(self, name: str) -> Tensor:
-        self.asked.append(name)
+        self.requested.append(name)
         return self.state[name].clone()
 
     def __iter__(self) -> Iterator[str]:
@@ -318,7 +318,7 @@ def test_a_state_dict_is_streamed_and_what_is_not_saved_comes_from_the_construct
     model = sw.parallelize(sw.deferred_init(Rotary), init=state)
     found = whole(model)
     if isinstance(state, Lazy):
-        assert set(state.asked) == set(state.state)
+        assert set(state.requested) == set(state.state)
     assert all(torch.equal(value, found[name]) for name, value in all_values(plain).items())
 
 

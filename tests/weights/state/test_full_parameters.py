@@ -32,7 +32,7 @@ def looks_plain(name):
         model = models.build(name)
         before = dict(model.named_parameters())
         sw.parallelize(model, sw.ParallelPlan(strategy=strategy, auto_wrap_policy=models.wrap_policy(name)))
-        held = {key: (p.shape, p.data_ptr()) for key, p in model.named_parameters()}
+        shards = {key: (p.shape, p.data_ptr()) for key, p in model.named_parameters()}
         with sw.full_parameters(model):
             same_state(model.state_dict(), expected, f"{name}, {strategy}")
             for key, parameter in plain.named_parameters():
@@ -43,7 +43,7 @@ def looks_plain(name):
                 assert torch.equal(mine.norm(), parameter.norm())
             ours = nn.utils.parameters_to_vector(p.contiguous() for p in model.parameters())
             assert torch.equal(ours, nn.utils.parameters_to_vector(p.contiguous() for p in plain.parameters()))
-        assert {key: (p.shape, p.data_ptr()) for key, p in model.named_parameters()} == held
+        assert {key: (p.shape, p.data_ptr()) for key, p in model.named_parameters()} == shards
 
 
 @WORLDS
@@ -177,12 +177,12 @@ def test_with_rank0_only_the_other_ranks_keep_shards():
     rank = dist.get_rank()
     for strategy in PRESETS:
         model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
-        held = [p.shape for p in model.parameters()]
+        shapes = [p.shape for p in model.parameters()]
         with sw.full_parameters(model, rank0_only=True, offload_to_cpu=True):
             if rank == 0:
                 same_state(model.state_dict(), Chain().state_dict(), strategy)
             else:
-                assert [p.shape for p in model.parameters()] == held
+                assert [p.shape for p in model.parameters()] == shapes
             with pytest.raises(StateError, match="without rank0_only"), torch.no_grad():
                 model(sample(rank, 0))
             with pytest.raises(StateError, match="is whole on rank 0 only"), sw.full_parameters(model.stem):

@@ -19,9 +19,9 @@ Optimizers = list[torch.optim.Optimizer]
 
 
 def matrices_and_others(parameters: Iterable[nn.Parameter]) -> Optimizers:
-    held = list(parameters)
-    muon = torch.optim.Muon([p for p in held if p.dim() == 2], lr=0.02)
-    return [muon, torch.optim.AdamW([p for p in held if p.dim() != 2], lr=1e-2)]
+    listed = list(parameters)
+    muon = torch.optim.Muon([p for p in listed if p.dim() == 2], lr=0.02)
+    return [muon, torch.optim.AdamW([p for p in listed if p.dim() != 2], lr=1e-2)]
 
 
 MAKERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizers]] = {
@@ -171,6 +171,6 @@ def test_a_learning_rate_in_a_tensor_is_saved_as_a_number_and_loaded_into_that_t
     sw.save(f"{tmp_path}/saved", model, optimizer)
     rate.fill_(0.5)
     sw.load(f"{tmp_path}/saved", model, optimizer)
-    held = optimizer.param_groups[0]["lr"]
-    assert held is rate
-    assert (float(rate), float(held)) == (0.25, 0.25)
+    lr = optimizer.param_groups[0]["lr"]
+    assert lr is rate
+    assert (float(rate), float(lr)) == (0.25, 0.25)

@@ -210,8 +210,8 @@ def test_parts_of_equal_size_on_other_ranks_are_gathered():
 def test_slices_that_are_cut_otherwise_are_refused():
     plans = [sw.ParallelPlan(tp=2, tp_plan={"up": style, "down": "rowwise"}) for style in ("colwise", "packed_colwise")]
     models = [sw.parallelize(Cut(), plan) for plan in plans]
-    told = refusal(StateError, sw.lerp_parameters, models[0].up, models[1].up, WEIGHT)
-    assert "'weight' has shape [16, 16] with strides [16, 1], cut" in told
+    message = refusal(StateError, sw.lerp_parameters, models[0].up, models[1].up, WEIGHT)
+    assert "'weight' has shape [16, 16] with strides [16, 1], cut" in message
 
 
 def test_a_plain_parameter_may_be_a_view_of_more():
@@ -227,8 +227,8 @@ def test_what_does_not_fit_is_refused():
     lerp = sw.lerp_parameters
     assert "weight=1.5: expected a number from 0 to 1" in refusal(StateError, lerp, Net(), Net(), 1.5)
     assert "such as 'bias' in the source" in refusal(StateError, lerp, Net(), Net().stem, WEIGHT)
-    told = refusal(StateError, lerp, Net(), Net(hidden=32), WEIGHT)
-    assert "'stem.weight' has shape [24, 8] with strides [8, 1] and shape [32, 8] with strides [8, 1]" in told
+    message = refusal(StateError, lerp, Net(), Net(hidden=32), WEIGHT)
+    assert "'stem.weight' has shape [24, 8] with strides [8, 1] and shape [32, 8] with strides [8, 1]" in message
 
 
 def refused() -> list[str]:

@@ -94,9 +94,9 @@ def cut(model: nn.Module, comms: Comms, *, whole: tuple[str, ...]) -> None:
             part = parameter.data
             for each in cuts:
                 part = torch.cat([part.narrow(each.dim, a, b - a) for a, b in each.ranges], each.dim)
-            held = Slice(tuple(parameter.shape), cuts)
+            own_slice = Slice(tuple(parameter.shape), cuts)
             parameter.data = part.clone()
-            set_slice(parameter, held)
+            set_slice(parameter, own_slice)
 
 
 def keep_stage(model: Stack, comms: Comms) -> None:
@@ -177,14 +177,14 @@ def part_of(extent: Extent, flat: Tensor) -> Tensor:
 
 def wrong(model: nn.Module, optimizers: list[torch.optim.Optimizer], reference: dict[str, Tensor]) -> list[str]:
     """What this rank holds that is not its part of the reference."""
-    held = [*probe(model).extents(), *probe(model).owned_extents(*optimizers)]
-    return [extent.name for extent, flat in held if not torch.equal(flat, part_of(extent, reference[extent.name]))]
+    pairs = [*probe(model).extents(), *probe(model).owned_extents(*optimizers)]
+    return [extent.name for extent, flat in pairs if not torch.equal(flat, part_of(extent, reference[extent.name]))]
 
 
 def wrong_average(model: nn.Module, average: sw.ExponentialMovingAverage, reference: dict[str, Tensor]) -> list[str]:
     with average.swapped_in():
-        held = [(extent, flat) for extent, flat in probe(model).extents() if not extent.name.startswith("buffer/")]
-        return [e.name for e, flat in held if not torch.equal(flat, part_of(e, reference[f"average/{e.name}"]))]
+        pairs = [(extent, flat) for extent, flat in probe(model).extents() if not extent.name.startswith("buffer/")]
+        return [e.name for e, flat in pairs if not torch.equal(flat, part_of(e, reference[f"average/{e.name}"]))]
 
 
 def different(state: dict[str, Any], plain: dict[str, Any]) -> list[str]:

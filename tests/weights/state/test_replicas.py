@@ -60,8 +60,8 @@ def test_a_flipped_bit_is_found_where_ranks_hold_copies():
             assert difference(model, optimizer) == ""
             optimizer.zero_grad()
         shards = probe(model).shards
-        held = [shard.parameter for shard in shards if shard.numel and "norm" in shard.name]
-        parameter = held[0] if held else next(shard.parameter for shard in shards if shard.numel)
+        norms = [shard.parameter for shard in shards if shard.numel and "norm" in shard.name]
+        parameter = norms[0] if norms else next(shard.parameter for shard in shards if shard.numel)
         texts: list[str | None] = []
         for tensor in (parameter, optimizer.state[parameter]["exp_avg"]):
             flip_on_rank_3(tensor)
