@@ -114,11 +114,11 @@ class Draft:
 
     def take(self, kind: str) -> None:
         """Apply the rows of a project, and its defaults for missing keys."""
-        usual, rows = tables()[kind]
-        unknown, usual = dict(self.original), dict(usual)
+        defaults, rows = tables()[kind]
+        unknown, defaults = dict(self.original), dict(defaults)
         for row in rows:
             found = {key: unknown.pop(key) for key in list(unknown) if row.matches(key)}
-            others = {key: usual.pop(key) for key in list(usual) if row.matches(key)}
+            others = {key: defaults.pop(key) for key in list(defaults) if row.matches(key)}
             for key, value in (found or others).items():
                 self._apply(row, key, value, "" if found else f" ({kind}'s default)")
         for key, value in unknown.items():
@@ -230,9 +230,9 @@ def _finish_deepspeed(draft: Draft) -> None:
     if (name := draft.result.get("optimizer.name")) == "adamw":
         if str(original["optimizer.type"]).lower() == "adam" and original.get("adam_w_mode") is False:
             draft.put("optimizer.name", "adam", "adam_w_mode: false")
-        usual = {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0}
-        for key in usual.keys() - original.keys():
-            draft.put(f"optimizer.{key}", usual[key], "DeepSpeed's default")
+        defaults = {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0}
+        for key in defaults.keys() - original.keys():
+            draft.put(f"optimizer.{key}", defaults[key], "DeepSpeed's default")
     elif name == "sgd":
         draft.result.setdefault("optimizer.momentum", 0.0)
     train = [f"train.{key}" for key in ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")]
@@ -327,7 +327,7 @@ def _finish(draft: Draft, file: Path) -> None:
         draft.drop("parallel.activation_checkpointing", reason)
     while (problem := _problem(plan := draft.parallel())) is not None:
         each = {name: {key: plan[key] for key in plan if key != name} for name in _OPTIONAL if name in plan}
-        helps = [name for name, rest in each.items() if _problem(rest) != problem]
+        helps = [name for name, others in each.items() if _problem(others) != problem]
         if not helps:
             raise ConfigError(
                 f"{printable(file)} asks for a plan that is refused here: {problem}\n"
@@ -366,12 +366,12 @@ def _put_model_and_data(draft: Draft, model: str | None, data: str | None) -> No
         result["data.seq_len"] = length
 
 
-def _above(result: Mapping[str, Any], usual: int, *axes: str) -> int | None:
+def _above(result: Mapping[str, Any], default: int, *axes: str) -> int | None:
     """Number of heads or layers of the placeholder, if degrees need more: a head per rank, or two stages per rank."""
     needed = 2 if axes == ("pp",) else 1
     for axis in axes:
         needed *= result.get(f"parallel.{axis}", 1)
-    return needed if needed > usual or usual % needed else None
+    return needed if needed > default or default % needed else None
 
 
 # -- the text

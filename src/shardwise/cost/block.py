@@ -196,8 +196,8 @@ class _Count:
         )
         if layer.norm_numel:
             is_by_head = layer.norm_numel == 2 * layer.head_dim
-            for width, whole in ((q, layer.q_width), (kv, layer.kv_width)):
-                row = layer.head_dim if is_by_head else whole
+            for width, full_width in ((q, layer.q_width), (kv, layer.kv_width)):
+                row = layer.head_dim if is_by_head else full_width
                 self.parts.append(arithmetic.norm(self.block.norm, tokens * width, row, keeps_output=False))
         if layer.has_rotary:
             self.parts.append(arithmetic.rotary(tokens * (q + kv), layer.rotary_share, joins=layer.joins_rotary))
@@ -309,22 +309,22 @@ class _Count:
     def _shared_parameters(self) -> int:
         """Parameters outside of routed experts on one rank: a part of those that ``tp`` divides, and all others."""
         block, hidden, t = self.block, self.rank.shape.hidden, self.rank.degrees.tp
-        whole, divided = block.num_parameters(hidden), 0.0
+        replicated, divided = block.num_parameters(hidden), 0.0
         for layer in (block.attention, block.cross):
             if layer is None or layer.latent is not None:
                 continue
             q, kv = layer.q_width, layer.kv_width
-            whole -= 2 * hidden * (q + kv) + layer.has_qkv_bias * (q + 2 * kv)
+            replicated -= 2 * hidden * (q + kv) + layer.has_qkv_bias * (q + 2 * kv)
             mine, ours = q / t, self._kv_width(layer)
             divided += 2 * hidden * (mine + ours) + layer.has_qkv_bias * (mine + 2 * ours)
         forward = block.feed_forward
         if isinstance(forward, Experts):
-            whole -= forward.expert_parameters(hidden)
+            replicated -= forward.expert_parameters(hidden)
         mlp = forward.shared if isinstance(forward, Experts) else forward
         if mlp is not None:
             part = hidden * (mlp.up_width + mlp.ffn) + mlp.has_bias * mlp.up_width
-            whole, divided = whole - part, divided + part / t
-        return whole - block.extra + math.ceil(divided + block.extra / t)
+            replicated, divided = replicated - part, divided + part / t
+        return replicated - block.extra + math.ceil(divided + block.extra / t)
 
 
 def _routing(

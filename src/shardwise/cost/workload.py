@@ -62,8 +62,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name}={value!r}: expected a whole number of at least 1.\n    Set for example {name}={usual}."
-            for name, usual in {
+            f"{name}={value!r}: expected a whole number of at least 1.\n    Set for example {name}={default}."
+            for name, default in {
                 "seq_len": 2048,
                 "global_batch": 64,
                 "micro_batch": 1,

@@ -207,11 +207,11 @@ class ShardwiseTrainerMixin(_Any):
         if state_dict is None and not hasattr(self.model, "peft_config"):
             write_weights(folder, self.model)
         else:
-            whole = sw.full_state_dict(self.model, trainable_only=True) if state_dict is None else state_dict
+            full = sw.full_state_dict(self.model, trainable_only=True) if state_dict is None else state_dict
             encoder = getattr(self.model, "prompt_encoder", None)  # peft computes the prompts that it saves
             with contextlib.nullcontext() if encoder is None else sw.full_parameters(encoder), torch.no_grad():
                 if self.args.should_save:
-                    self.model.save_pretrained(folder, state_dict=whole)
+                    self.model.save_pretrained(folder, state_dict=full)
         if self.args.should_save:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:

@@ -44,7 +44,7 @@ class Stack(NamedTuple):
 class Bar(NamedTuple):
     """A bar in a lane from ``start`` to ``stop``; ``fill`` is the number of its colour."""
 
-    lane: str
+    row: str
     start: float
     stop: float
     label: str
@@ -59,19 +59,19 @@ def fills_of(names: Sequence[str], order: Sequence[str] = ()) -> dict[str, int]:
 
 
 def line_chart(
-    lines: Sequence[Line], shown: Callable[[float], str], *, from_zero: bool, may_be_log: bool
+    lines: Sequence[Line], format_value: Callable[[float], str], *, from_zero: bool, may_be_log: bool
 ) -> Chart | None:
     """Make a chart of curves over steps; ``None`` if no curve has a finite value.
 
-    The vertical axis has the unit of ``shown``, begins at 0 if ``from_zero``, and is logarithmic if ``may_be_log`` and
-    values differ by more than a factor of 100.
+    The vertical axis has the unit of ``format_value``, begins at 0 if ``from_zero``, and is logarithmic if
+    ``may_be_log`` and values differ by more than a factor of 100.
     """
     values = [y for line in lines for each in line.ys if (y := finite(each)) is not None]
     if not values:
         return None
     low, high = min(values), max(values)
     is_log = may_be_log and low > 0 and high / low > 100
-    factor, unit = unit_of(high, shown)
+    factor, unit = unit_of(high, format_value)
     rows = []
     for line in lines:
         points = thin(line.xs, line.ys, columns=COLUMNS)
@@ -86,7 +86,7 @@ def line_chart(
         "names": [line.name for line in lines],  # with those without points, so that colours agree in all charts
         "drawn": [line.name for line in lines if line.xs],
         "unit": unit,
-        "format": "~%" if shown is percent else "~s" if high >= 1000 and not unit else ".6~g",
+        "format": "~%" if format_value is percent else "~s" if high >= 1000 and not unit else ".6~g",
         "domain": [min(xs), max(xs)] if min(xs) < max(xs) else [xs[0] - 0.5, xs[0] + 0.5],
         "scale": {"type": "log"} if is_log else {"zero": from_zero},
     }
@@ -96,11 +96,11 @@ def bar_chart(
     stacks: Sequence[Stack],
     fills: Mapping[str, int],
     *,
-    shown: Callable[[float], str],
+    format_value: Callable[[float], str],
     limit: float = 0,
     longest: float = math.inf,
 ) -> Chart | None:
-    """Make a chart of horizontal bars with one scale in the unit of ``shown``; ``None`` if all are empty.
+    """Make a chart of horizontal bars with one scale in the unit of ``format_value``; ``None`` if all are empty.
 
     ``fills`` has the colour of each part, from left to right. ``limit`` is a value to mark. ``longest`` is the maximum
     of the axis: longer bars are cut off there.
@@ -108,9 +108,9 @@ def bar_chart(
     most = max([stack.total for stack in stacks] + [limit])
     if not most > 0:
         return None
-    factor, unit = unit_of(min(most, longest), shown)
+    factor, unit = unit_of(min(most, longest), format_value)
     rows = [
-        {"bar": stack.name, "value": part / factor, "order": place} | _filled(fill, f"{name}: {shown(part)}")
+        {"bar": stack.name, "value": part / factor, "order": place} | _filled(fill, f"{name}: {format_value(part)}")
         for stack in stacks
         for place, (name, fill) in enumerate(fills.items())
         if (part := stack.parts.get(name, 0)) > 0
@@ -134,7 +134,7 @@ def column_chart(
     stacks: Sequence[Stack],
     fills: Mapping[str, int],
     x_name: str,
-    shown: Callable[[float], str],
+    format_value: Callable[[float], str],
 ) -> Chart | None:
     """Make a chart of adjacent columns with stacked parts, the first fill at the bottom; ``None`` if all are empty.
 
@@ -143,10 +143,10 @@ def column_chart(
     highest = max(stack.total for stack in stacks)
     if not highest > 0:
         return None
-    factor, unit = unit_of(highest, shown)
+    factor, unit = unit_of(highest, format_value)
     rows = [
         {"x": start, "x2": stop, "value": part / factor, "order": place}
-        | _filled(fill, f"{stack.name}, {name}: {shown(part)}")
+        | _filled(fill, f"{stack.name}, {name}: {format_value(part)}")
         for (start, stop), stack in zip(pairwise(edges), stacks, strict=True)
         for place, (name, fill) in enumerate(fills.items())
         if (part := stack.parts.get(name, 0)) > 0
@@ -161,10 +161,10 @@ def gantt_chart(names: Mapping[str, str], bars: Sequence[Bar], *, unit: tuple[fl
     """
     end, (factor, title) = max(bar.stop for bar in bars), unit
     rows = [
-        {"lane": names[bar.lane], "x": bar.start / factor, "x2": bar.stop / factor}
+        {"lane": names[bar.row], "x": bar.start / factor, "x2": bar.stop / factor}
         | {"label": bar.label if 7 * len(bar.label) + 2 <= (bar.stop - bar.start) / end * width else ""}
         | _filled(bar.fill, bar.text)
         for bar in bars
     ]
-    lanes = list(names.values())
-    return {"kind": "lanes", "rows": rows, "lanes": lanes, "unit": title, "end": end / factor, "width": round(width)}
+    titles = list(names.values())
+    return {"kind": "lanes", "rows": rows, "lanes": titles, "unit": title, "end": end / factor, "width": round(width)}

@@ -46,9 +46,9 @@ def seconds(value: float) -> str:
     return f"{value / UNITS[unit]:.3g} {unit}"
 
 
-def unit_of(greatest: float, shown: Callable[[float], str]) -> tuple[float, str]:
+def unit_of(greatest: float, format_value: Callable[[float], str]) -> tuple[float, str]:
     """Return size and name of the unit of an axis that ends at ``greatest``: the unit in which half of it is shown."""
-    name = shown(greatest / 2).rpartition(" ")[2]
+    name = format_value(greatest / 2).rpartition(" ")[2]
     return UNITS.get(name, 1.0), name if name in UNITS else ""
 
 

@@ -43,7 +43,7 @@ def _environment() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    def shown(value: object) -> object:
+    def visible_text(value: object) -> object:
         return value if isinstance(value, Markup) else printable(value, is_block=True)
 
     def data(chart: dict[str, Any]) -> Markup:
@@ -51,7 +51,7 @@ def _environment() -> Any:
         return Markup(text.replace("<", "\\u003c"))  # noqa: S704  nothing in it closes the element that it is in
 
     found = Environment(
-        loader=FileSystemLoader(_FOLDER), autoescape=True, finalize=shown, undefined=StrictUndefined,
+        loader=FileSystemLoader(_FOLDER), autoescape=True, finalize=visible_text, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.do"],
     )  # fmt: skip
     found.filters |= {

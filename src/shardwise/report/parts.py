@@ -44,27 +44,27 @@ NARROWEST, WIDEST, MOST_ACTIONS = 950.0, 8000.0, 5000
 
 
 def stacked(
-    stacks: Sequence[Stack], order: Sequence[str], *, shown: Callable[[float], str], **more: Any
+    stacks: Sequence[Stack], order: Sequence[str], *, format_value: Callable[[float], str], **more: Any
 ) -> Figure | None:
     """Make a figure of bars with parts in the order and colours of ``order``; ``None`` if all are empty."""
     fills = fills_of([name for stack in stacks for name, amount in stack.parts.items() if amount > 0], order)
     fills = dict(sorted(((name, MEASURED.get(name, fill)) for name, fill in fills.items()), key=lambda item: item[1]))
-    return with_values(bar_chart(stacks, fills, shown=shown, **more), stacks, fills, shown)
+    return with_values(bar_chart(stacks, fills, format_value=format_value, **more), stacks, fills, format_value)
 
 
 def with_values(
-    chart: Chart | None, stacks: Sequence[Stack], fills: Mapping[str, int], shown: Callable[[float], str]
+    chart: Chart | None, stacks: Sequence[Stack], fills: Mapping[str, int], format_value: Callable[[float], str]
 ) -> Figure | None:
     """Combine a chart of bars or columns with its colours, and a row of values for each bar: name, parts, sum."""
     rows = [
-        [stack.name, *(shown(stack.parts.get(name, 0)) for name in fills), stack.note or shown(stack.total)]
+        [stack.name, *(format_value(stack.parts.get(n, 0)) for n in fills), stack.note or format_value(stack.total)]
         for stack in stacks
     ]
     return {"chart": chart, "stacks": stacks, "fills": fills, "rows": rows} if chart else None
 
 
 def memory_timeline(
-    moments: Sequence[tuple[str, Mapping[str, float]]], *, shown: Callable[[float], str]
+    moments: Sequence[tuple[str, Mapping[str, float]]], *, format_value: Callable[[float], str]
 ) -> Figure | None:
     """Make a figure of bytes by category at the moments of a step; ``None`` for fewer than two moments."""
     if len(moments) < 2:
@@ -72,8 +72,8 @@ def memory_timeline(
     stacks = [Stack(f"{index}. {name}", parts) for index, (name, parts) in enumerate(moments, 1)]
     fills = fills_of([name for stack in stacks for name, amount in stack.parts.items() if amount > 0], MEMORY)
     edges = [index + 0.5 for index in range(len(stacks) + 1)]
-    chart = column_chart(edges, stacks, fills, "moment of the step", shown)
-    return with_values(chart, stacks, fills, shown)
+    chart = column_chart(edges, stacks, fills, "moment of the step", format_value)
+    return with_values(chart, stacks, fills, format_value)
 
 
 def streams(spans: Sequence[Span], waits: Mapping[str, float] | None = None, note: str = "") -> Figure | None:
@@ -84,7 +84,7 @@ def streams(spans: Sequence[Span], waits: Mapping[str, float] | None = None, not
     if not spans:
         return None
     first = min(span.begin_s for span in spans)
-    whole = max(span.end_s for span in spans) - first or 1e-9
+    total_s = max(span.end_s for span in spans) - first or 1e-9
     names = fills_of([span.stream for span in spans], [*STREAMS])
     by_stream = {name: [span for span in spans if span.stream == name] for name in names}
     titles = {name: STREAMS.get(name, (name, 8)) for name in by_stream}
@@ -93,16 +93,16 @@ def streams(spans: Sequence[Span], waits: Mapping[str, float] | None = None, not
     for name, active in by_stream.items():
         for span in sorted(active, key=lambda span: span.begin_s):
             start, stop, (word, fill) = span.begin_s - first, span.end_s - first, titles[name]
-            if bars and bars[-1].lane == name and stop - bars[-1].start < whole / 1000:  # too narrow
+            if bars and bars[-1].row == name and stop - bars[-1].start < total_s / 1000:  # too narrow
                 bars[-1] = bars[-1]._replace(stop=max(stop, bars[-1].stop), text=f"{word}: several")
             else:
                 bars.append(Bar(name, start, stop, span.label, fill, f"{word} {span.label}: {seconds(stop - start)}"))
     lanes = {name: word for name, (word, _) in titles.items()}
     times = [(titles[name][0], _busy_s(active)) for name, active in by_stream.items()]
     times += [(f"computation waits: {name}", wait_s) for name, wait_s in (waits or {}).items() if wait_s > 0]
-    rows = [(name, seconds(time_s), f"{time_s / whole:.1%}") for name, time_s in times]
-    chart = gantt_chart(lanes, bars, unit=unit_of(whole, seconds), width=width)
-    return {"chart": chart, "legend": list(titles.values()), "whole_s": whole, "rows": rows, "note": note}
+    rows = [(name, seconds(time_s), f"{time_s / total_s:.1%}") for name, time_s in times]
+    chart = gantt_chart(lanes, bars, unit=unit_of(total_s, seconds), width=width)
+    return {"chart": chart, "legend": list(titles.values()), "whole_s": total_s, "rows": rows, "note": note}
 
 
 def _busy_s(spans: Sequence[Span]) -> float:
@@ -133,5 +133,5 @@ def pipeline(built: Schedule, timing: Timing, unit_s: float | None = None) -> Fi
     width = min(WIDEST, max(NARROWEST, (32 if is_deep else 25) * end / shortest))
     rows = {str(rank): f"rank {rank}" for rank in range(built.num_ranks)}
     chart = gantt_chart(rows, bars, unit=unit_of(end, seconds) if unit_s else (1.0, ""), width=width)
-    order = [(rank, " ".join(bar.label for bar in bars if bar.lane == rank)) for rank in rows]
+    order = [(rank, " ".join(bar.label for bar in bars if bar.row == rank)) for rank in rows]
     return found | {"chart": chart, "legend": legend, "order": order}

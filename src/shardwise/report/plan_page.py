@@ -48,7 +48,7 @@ def plan_report(estimates: Sequence[Estimate], *, remedies: Sequence[str] = ()) 
         planned_seconds=seconds,
         times=_times(estimates[:BARS]),
         memory=_memory(estimates[:BARS]),
-        over_a_step=memory_timeline(best.memory.timeline, shown=gib),
+        over_a_step=memory_timeline(best.memory.timeline, format_value=gib),
         num_microbatches=num_microbatches(best.plan, best.workload),
         mesh=mesh_of({axis: getattr(best.plan, axis) for axis in AXES}, best.plan.ep),
         asked={name: flat(dataclasses.asdict(getattr(best, name))) for name in ("workload", "cluster", "plan")},
@@ -71,7 +71,7 @@ def _times(plans: Sequence[Estimate]) -> Figure | None:
     numbered = [(name, each) for name, each in numbered if each.fits] or numbered[:1]
     stacks = [Stack(name, each.time.by_category, seconds(each.step_time_s)) for name, each in numbered]
     longest = 2 * statistics.median(each.step_time_s for _, each in numbered)
-    return stacked(stacks, TIME, shown=seconds, longest=longest)
+    return stacked(stacks, TIME, format_value=seconds, longest=longest)
 
 
 def _memory(plans: Sequence[Estimate]) -> Figure | None:
@@ -85,4 +85,4 @@ def _memory(plans: Sequence[Estimate]) -> Figure | None:
         }
         stacks.append(Stack(f"{index}. {title(each)}", {**memory.by_category, **more}, gib(memory.device_bytes)))
     limit = plans[0].cluster.device.memory_bytes
-    return stacked(stacks, (*MEMORY, "allocator", "context"), shown=gib, limit=limit, longest=2 * limit)
+    return stacked(stacks, (*MEMORY, "allocator", "context"), format_value=gib, limit=limit, longest=2 * limit)

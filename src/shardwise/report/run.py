@@ -55,9 +55,9 @@ class Run(Shown):
 
     def page(self) -> Page:
         """Return the newest steps, and the problems, as readable text."""
-        shown = [key for key in _SHOWN if self.has(key)]
-        newest = [[_cell(record.get(key)) for key in shown] for record in self.records[-10:]]
-        return Page([f"{self.name}: {len(self.records):,} steps"], [shown or ["step"], *newest], self.problems, ())
+        columns = [key for key in _SHOWN if self.has(key)]
+        newest = [[_cell(record.get(key)) for key in columns] for record in self.records[-10:]]
+        return Page([f"{self.name}: {len(self.records):,} steps"], [columns or ["step"], *newest], self.problems, ())
 
     def to_records(self) -> list[dict[str, Any]]:
         """Return a record for each step."""
@@ -148,14 +148,14 @@ class Run(Shown):
     def predicted_vs_measured(self) -> list[tuple[str, str, str, str]]:
         """Rows of quantity, predicted, measured, and measured over predicted, where at least one is known."""
         found = []
-        for name, predicted, measured, shown in (
+        for name, predicted, measured, format_value in (
             ("peak memory of tensors", self.predicted_number("predicted_peak_memory_bytes"), self.peak_bytes, size),
             ("time of a step", self.predicted_number("predicted_step_time_s"), self.step_time_s, seconds),
             ("bytes that rank 0 sends in a step", finite(self.predicted.get("sent_bytes")),
              self.median("collective_bytes"), size),
         ):  # fmt: skip
             if predicted is not None or measured is not None:
-                before, after = ("n/a" if value is None else shown(value) for value in (predicted, measured))
+                before, after = ("n/a" if value is None else format_value(value) for value in (predicted, measured))
                 ratio = f"{measured / predicted:.2f}" if predicted and measured is not None else "n/a"
                 found.append((name, before, after, ratio))
         return found

@@ -33,7 +33,7 @@ class Curve(NamedTuple):
 
     key: str
     title: str
-    shown: Callable[[float], str] = "{:,.6g}".format
+    format_value: Callable[[float], str] = "{:,.6g}".format
     from_zero: bool = False
     may_be_log: bool = False
 
@@ -68,8 +68,8 @@ def run_page(run: Run) -> str:
         f"Run {run.name}",
         run=run,
         training=[figure for figure in figures if figure],
-        peak=parts.stacked(memory_stacks(run), parts.MEMORY, shown=size) if run.predicted_bytes else None,
-        predicted_memory=parts.memory_timeline(_moments(run), shown=size),
+        peak=parts.stacked(memory_stacks(run), parts.MEMORY, format_value=size) if run.predicted_bytes else None,
+        predicted_memory=parts.memory_timeline(_moments(run), format_value=size),
         measured_memory=_measured_memory(run),
         by_unit=numbers_of(run.memory.get("peak_by_unit")),
         **_times(run),
@@ -87,11 +87,12 @@ def curve_figure(lines_by_curve: Mapping[Curve, Sequence[Line]]) -> parts.Figure
     """Draw curves in one chart, with the first number's title and axis; include evenly spaced values of each number."""
     curve = next(iter(lines_by_curve))
     lines = [line for drawn in lines_by_curve.values() for line in drawn]
-    chart = line_chart(lines, curve.shown, from_zero=curve.from_zero, may_be_log=curve.may_be_log)
+    chart = line_chart(lines, curve.format_value, from_zero=curve.from_zero, may_be_log=curve.may_be_log)
     if chart is None:
         return None
     values = [value for line in lines_by_curve[curve] for value in line.ys if value is not None]
-    least_and_greatest = f", least {curve.shown(min(values))}, greatest {curve.shown(max(values))}" if values else ""
+    extremes = [curve.format_value(most(values)) for most in (min, max)] if values else []
+    least_and_greatest = f", least {extremes[0]}, greatest {extremes[1]}" if values else ""
     tables = []
     for each, curves in lines_by_curve.items():
         drawn = [line for line in curves if line.xs]
@@ -135,12 +136,12 @@ def _measured_memory(run: Run) -> parts.Figure | None:
     is_whole = all(finite(value) is not None for value in (*engine_bytes.values(), *moments, *counts))
     if not is_whole or len(moments) != len(counts) or len(moments) < 2:
         return None
-    rest = "activations and other tensors of the step"
+    temporary = "activations and other tensors of the step"
     constant = {name: float(engine_bytes[name]) for name in parts.MEMORY if engine_bytes.get(name)}
-    fills = fills_of(list(constant), parts.MEMORY) | {rest: parts.MEMORY.index("activations")}
+    fills = fills_of(list(constant), parts.MEMORY) | {temporary: parts.MEMORY.index("activations")}
     base, edges = sum(constant.values()), [1000.0 * moment for moment in (*moments, 2 * moments[-1] - moments[-2])]
     stacks = [
-        Stack(f"{ms:.1f}", constant | {rest: max(0.0, count - base)}, size(count))
+        Stack(f"{ms:.1f}", constant | {temporary: max(0.0, count - base)}, size(count))
         for ms, count in zip(edges, counts, strict=False)
     ]
     last = len(stacks) - 1
@@ -151,24 +152,24 @@ def _measured_memory(run: Run) -> parts.Figure | None:
 
 def _times(run: Run) -> dict[str, parts.Figure | None]:
     """Return parts of a step, predicted and measured (mean without the first steps), and parts of the last process."""
-    step = {name: times for key, name in STEP.items() if (times := run.mean(key)) is not None}
-    whole = {name: times for key, name in RUN.items() if (times := finite(run.summary.get(key))) is not None}
-    rest = "compute" if "exposed communication" in step else "compute and communication"
+    step_times = {name: times for key, name in STEP.items() if (times := run.mean(key)) is not None}
+    run_times = {name: times for key, name in RUN.items() if (times := finite(run.summary.get(key))) is not None}
+    remainder = "compute" if "exposed communication" in step_times else "compute and communication"
     found: dict[str, parts.Figure | None] = {}
     for key, groups in {
         "step_times": {
             "predicted": numbers_of(run.predicted.get("by_category")),
-            "measured": _with_rest(run.mean("step_time_s"), step, rest),
+            "measured": _with_rest(run.mean("step_time_s"), step_times, remainder),
         },
-        "run_times": {"measured": _with_rest(finite(run.summary.get("wall_time_s")), whole, "start and the rest")},
+        "run_times": {"measured": _with_rest(finite(run.summary.get("wall_time_s")), run_times, "start and the rest")},
     }.items():
         stacks = [Stack(name, times, seconds(sum(times.values()))) for name, times in groups.items() if times]
-        found[key] = parts.stacked(stacks, (*parts.TIME, *parts.MEASURED), shown=seconds)
+        found[key] = parts.stacked(stacks, (*parts.TIME, *parts.MEASURED), format_value=seconds)
     return found
 
 
-def _with_rest(whole: float | None, known: Mapping[str, float], rest: str) -> Mapping[str, float]:
-    return {rest: max(0.0, whole - sum(known.values())), **known} if whole else {}
+def _with_rest(total_s: float | None, known: Mapping[str, float], remainder: str) -> Mapping[str, float]:
+    return {remainder: max(0.0, total_s - sum(known.values())), **known} if total_s else {}
 
 
 def _predicted_streams(run: Run) -> parts.Figure | None:
@@ -270,7 +271,7 @@ def compare_page(runs: Sequence[Run]) -> str:
         letters=letters,
         runs=list(zip(names, runs, strict=True)),
         training=[figure for figure in figures if figure],
-        memory=parts.stacked(stacks, parts.MEMORY, shown=size),
+        memory=parts.stacked(stacks, parts.MEMORY, format_value=size),
         settings=_differences([flat(run.config) for run in runs]),
         environments=_differences([flat(run.environment) for run in runs]),
     )

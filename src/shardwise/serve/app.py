@@ -192,18 +192,18 @@ async def _answer(request: Request, parsed: ParsedRequest, served: Served, queue
     if parsed.is_stream:
         headers = {"Cache-Control": "no-cache"}
         return StreamingResponse(running.lines(), media_type="text/event-stream", headers=headers)
-    whole = asyncio.ensure_future(running.whole())
+    answer = asyncio.ensure_future(running.whole())
     disconnected = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({whole, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(whole.result()) if whole.done() else _disconnected_answer(request, ClientDisconnect())
+        await asyncio.wait({answer, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        return JSONResponse(answer.result()) if answer.done() else _disconnected_answer(request, ClientDisconnect())
     except _GenerationFailedError as error:
         raise RequestError(str(error), status=500, kind="server_error") from None
     finally:
         running.cancel()
-        for task in (whole, disconnected):
+        for task in (answer, disconnected):
             task.cancel()
-        await asyncio.gather(whole, disconnected, return_exceptions=True)
+        await asyncio.gather(answer, disconnected, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:
@@ -287,14 +287,14 @@ class _RunningRequest:
     def _piece(self, index: int, event: Event) -> Choice:
         text = self._texts[index]
         self._num_new += event.token is not None
-        said = "" if event.token is None or event.finish == "stop" else text.add(event.token)
+        new_text = "" if event.token is None or event.finish == "stop" else text.add(event.token)
         if event.finish is not None:
-            said += text.end()
+            new_text += text.end()
         finish = event.finish
         if text.is_stopped:
             self.requests[index].is_cancelled = True
             finish = "stop"
-        choice = Choice(index, said, finish)
+        choice = Choice(index, new_text, finish)
         if event.score is not None:
             row = self.requests[index].scored_row()
             num_top, has_echo = self._parsed.num_top or 0, self._parsed.has_echo

@@ -380,10 +380,10 @@ def shown_score(row: Row, score: Score, tokenizer: Tokenizer, num_top: int, *, h
 
     start = 0 if has_echo else row.start
     tokens = [text(place, token) for place, token in enumerate(row.ids) if place >= start]
-    shown: dict[str, list[Any]] = {"tokens": tokens, "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    shown["text_offset"] = [0, *itertools.accumulate(map(len, tokens[:-1]))] if tokens else []
+    fields: dict[str, list[Any]] = {"tokens": tokens, "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    fields["text_offset"] = [0, *itertools.accumulate(map(len, tokens[:-1]))] if tokens else []
     if has_echo:
-        shown["token_logprobs"], shown["top_logprobs"] = [None], [None]
+        fields["token_logprobs"], fields["top_logprobs"] = [None], [None]
     for at, logprob in enumerate(score.logprobs):
         place = row.start + at
         own = max(logprob, _LEAST_LOGPROB)
@@ -391,9 +391,9 @@ def shown_score(row: Row, score: Score, tokenizer: Tokenizer, num_top: int, *, h
         top: dict[str, float] = {}
         for token, each in [*likeliest, (row.ids[place], own)]:
             top.setdefault(text(place, token), max(each, _LEAST_LOGPROB))
-        shown["token_logprobs"].append(own)
-        shown["top_logprobs"].append(top)
-    return shown
+        fields["token_logprobs"].append(own)
+        fields["top_logprobs"].append(top)
+    return fields
 
 
 class Answer:
@@ -407,8 +407,8 @@ class Answer:
     def whole(self, choices: Sequence[Choice], num_new: int) -> dict[str, Any]:
         """Return the complete answer."""
         kind = "chat.completion" if self._parsed.is_chat else "text_completion"
-        shown = [self._choice(each, "message") for each in choices]
-        return {**self._head, "object": kind, "choices": shown, "usage": self._usage(num_new)}
+        answers = [self._choice(each, "message") for each in choices]
+        return {**self._head, "object": kind, "choices": answers, "usage": self._usage(num_new)}
 
     def piece(self, choice: Choice) -> dict[str, Any]:
         """Return a piece of a stream."""
@@ -428,10 +428,10 @@ class Answer:
         if not self._parsed.is_chat:
             return {"index": choice.index, "text": choice.text, **tail}
         is_whole = message == "message"
-        said: dict[str, Any] = {"role": "assistant"} if is_whole or choice.is_first else {}
+        fields: dict[str, Any] = {"role": "assistant"} if is_whole or choice.is_first else {}
         if is_whole or choice.is_first or choice.text:
-            said["content"] = choice.text
-        return {"index": choice.index, message: said, **tail}
+            fields["content"] = choice.text
+        return {"index": choice.index, message: fields, **tail}
 
     def _usage(self, num_new: int) -> dict[str, int]:
         num_given = sum(map(len, self._parsed.prompts))

@@ -74,12 +74,12 @@ def write_repository(
     """
     if not name or name in {".", ".."} or "/" in name or not name.isprintable():
         raise ConfigError(f"{printable(name)!r} is not a name of a folder.\n  Name the model: --name NAME.")
-    whole = folder / name
-    if whole.exists():
-        raise ConfigError(f"{printable(whole)} exists.\n  Name another repository, or the model: --name NAME.")
+    place = folder / name
+    if place.exists():
+        raise ConfigError(f"{printable(place)} exists.\n  Name another repository, or the model: --name NAME.")
     resolved = trained.resolve([], 1)
     trained.check_continues(resolved)
-    version = whole / "1"
+    version = place / "1"
     try:
         version.mkdir(parents=True)
         if trained.folder is None:
@@ -94,13 +94,13 @@ def write_repository(
             engine = {"model": elsewhere or str((version / _WEIGHTS).resolve())}
             (version / "model.json").write_text(json.dumps(engine, indent=2) + "\n", "utf-8")
             config = _VLLM_CONFIG.format(name=_quoted(name))
-        (whole / "config.pbtxt").write_text(config, "utf-8")
+        (place / "config.pbtxt").write_text(config, "utf-8")
     except BaseException as error:
-        shutil.rmtree(whole, ignore_errors=True)
+        shutil.rmtree(place, ignore_errors=True)
         if isinstance(error, OSError):
-            raise StorageError(f"{printable(whole)} cannot be written: {error.strerror}.\n  See to the disk.") from None
+            raise StorageError(f"{printable(place)} cannot be written: {error.strerror}.\n  See to the disk.") from None
         raise
-    return whole
+    return place
 
 
 def _quoted(text: str) -> str:

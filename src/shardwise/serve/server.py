@@ -114,8 +114,8 @@ def serve(
     hosts = [*_LOOPBACK, "[::1]", host] if is_loopback(host) else ["*"]
     app = make_app(served, queue, lambda: scheduler.num_running, hosts=hosts, api_key=api_key)
     with _listening(app, sock, max_rows + max_waiting + _SPARE_CONNECTIONS) as thread:
-        shown, port = sock.getsockname()[:2]
-        say(f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1")
+        address, port = sock.getsockname()[:2]
+        say(f"http://{f'[{address}]' if ':' in address else address}:{port}/v1")
         try:
             batcher.run(scheduler, scheduler.report)
         except BaseException:

@@ -45,10 +45,10 @@ class Text:
         if self.is_stopped:
             return ""
         before = self._tokenizer.decode(self._ids[self._first : self._num_decoded])
-        whole = self._tokenizer.decode(self._ids[self._first :])
-        is_certain = len(whole) > len(before) and not whole.endswith(_INCOMPLETE)
+        decoded = self._tokenizer.decode(self._ids[self._first :])
+        is_certain = len(decoded) > len(before) and not decoded.endswith(_INCOMPLETE)
         if is_last or is_certain or len(self._ids) - self._num_decoded > _MOST_INCOMPLETE:
-            self._text += whole[len(before) :]
+            self._text += decoded[len(before) :]
             self._first, self._num_decoded = self._num_decoded, len(self._ids)
         begin = max(0, self._num_returned - self._num_held_back)
         places = [at for stop in self._stops if (at := self._text.find(stop, begin)) >= 0]

@@ -161,9 +161,9 @@ def simulate_pipeline(
             )
         )
         if stage.last_backward_s:
-            whole = stage.backward_weight_s + (0.0 if plain.is_split else stage.backward_input_s)
+            backward_s = stage.backward_weight_s + (0.0 if plain.is_split else stage.backward_input_s)
             kind = Kind.BACKWARD_WEIGHT if plain.is_split else Kind.BACKWARD
-            exceptions[kind, number, last] = _rounded(whole + stage.last_backward_s)
+            exceptions[kind, number, last] = _rounded(backward_s + stage.last_backward_s)
     timing = simulate(plain, durations, exceptions=exceptions, earliest=_gathered_at(plain, stages))
     return SimulatedPipeline(plain, tuple(stages), timing)
 

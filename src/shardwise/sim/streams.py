@@ -215,9 +215,9 @@ class _Streams:
         step = min(left * factor for (_, left), factor in zip(running.values(), factors, strict=True))
         self._now += step
         for (stream, (place, left)), factor in zip(tuple(running.items()), factors, strict=True):
-            rest = left - step / factor
-            if rest > 1e-12 * left:
-                running[stream] = place, rest
+            remaining_s = left - step / factor
+            if remaining_s > 1e-12 * left:
+                running[stream] = place, remaining_s
             else:
                 del running[stream]
                 self._ready.append(stream)

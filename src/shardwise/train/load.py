@@ -221,5 +221,5 @@ def model_name(path: Path) -> str:
     """Return the name of a run, also for one of its checkpoints, or of a folder."""
     from shardwise.spec.run_files import CHECKPOINTS
 
-    whole = path.resolve()
-    return whole.parents[1].name if whole.parent.name == CHECKPOINTS else folder_name(local_folder(path))
+    resolved = path.resolve()
+    return resolved.parents[1].name if resolved.parent.name == CHECKPOINTS else folder_name(local_folder(path))

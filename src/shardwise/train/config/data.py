@@ -43,9 +43,9 @@ def sources(
 ) -> tuple[Source, str | None, int | None, Task]:
     """Return the data of a run as ``_source`` does, for one source or a mixture, including the evaluation data."""
     data = raw.config.data
-    usual = type(data)()
+    defaults = type(data)()
     for key in ("source", *OneSource.model_fields) if data.mix else ():
-        if getattr(data, key) != getattr(usual, key):
+        if getattr(data, key) != getattr(defaults, key):
             raw.fail("data", key, "data.mix has sources of its own; write it in those entries that it is for")
     names = [each.name or _name_of(each.source) for each in data.mix or ()]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -159,11 +159,11 @@ def _tokenized(
     except ConfigError as error:
         is_column = "column" in str(error).splitlines()[0]
         raw.refuse_at((*at[:-1], "column") if is_column else at, inline(error))
-    whole = replace(source, vocab_size=tokenizer.vocab_size, streams=form if reads else None)
+    plain = replace(source, vocab_size=tokenizer.vocab_size, streams=form if reads else None)
     if streams and not isinstance(form, Texts):
         raw.refuse("data", "streaming", "it is for texts; conversations are tokenized before training begins")
     if not reads or data.eval_source is not None:
-        return whole
+        return plain
     num_held = max(int(len(source.files) * data.held_out), 1)
     if num_held == len(source.files):
         raise DataError(
@@ -172,7 +172,7 @@ def _tokenized(
         )
     last = replace(source, files=source.files[-num_held:], lengths=source.lengths[-num_held:])
     files, lengths = source.files[:-num_held], source.lengths[:-num_held]
-    return replace(whole, files=files, lengths=lengths, evaluated=prepare(last, tokenizer, wanted, lambda _: form, say))
+    return replace(plain, files=files, lengths=lengths, evaluated=prepare(last, tokenizer, wanted, lambda _: form, say))
 
 
 def _read_template(name: str) -> str:
@@ -187,8 +187,8 @@ def _form(section: OneSource, source: Source, tokenizer: Tokenizer, task: Task, 
     if source.kind == "text":
         return Texts(tokenizer, None)
     if task.has_pairs and isinstance(tokenizer, FolderTokenizer):
-        target, usual = ("label", TEXT) if task.name == CLASS else (COMPLETION, PROMPT)
-        pairs = Pairs(tokenizer.hf_tokenizer, section.column or usual, target, task.labels)
+        target, default_column = ("label", TEXT) if task.name == CLASS else (COMPLETION, PROMPT)
+        pairs = Pairs(tokenizer.hf_tokenizer, section.column or default_column, target, task.labels)
         pairs.check(list(first), source.name)
         return pairs
     column = column_of(list(first), section.column, source.name)

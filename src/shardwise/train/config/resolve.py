@@ -316,11 +316,11 @@ def _check_spec(raw: RawConfig, spec: TrainSpec) -> None:
         )
         raw.fail("data", "workers", f"{why}; leave it out, or give the spec a data set with len and items")
     chunked = config.train.chunked_cross_entropy and (has_loss or spec.model is not None or not of_tokens)
-    whole = of_tokens and (has_loss or spec.model is not None or bool(spec.metrics))
+    whole_loss = of_tokens and (has_loss or spec.model is not None or bool(spec.metrics))
     for section, key, holds, why in (
         ("lora", "rank", config.lora.is_used and spec.model is not None, "the spec brings the model; adapt it there"),
         ("optimizer", "in_backward", config.optimizer.in_backward and has_loss, "the spec's loss is divided later"),
-        ("parallel", "cp", config.parallel.cp > 1 and whole, "the logits of a sequence lie on several ranks"),
+        ("parallel", "cp", config.parallel.cp > 1 and whole_loss, "the logits of a sequence lie on several ranks"),
         ("train", "chunked_cross_entropy", chunked, "the spec brings the loss; call sw.chunk_cross_entropy in it"),
     ):
         if holds:
@@ -372,8 +372,8 @@ def _plan(raw: RawConfig, world_size: int, local_size: int) -> tuple[ParallelPla
         mesh = plan.mesh(world_size, local_size)
         check_plan(plan)
     except ShardwiseError as error:
-        usual = "dp_shard" if isinstance(error, MeshError) else "strategy"
-        name = next((name for name in values if str(error).startswith(f"{name}=")), usual)
+        key_at_fault = "dp_shard" if isinstance(error, MeshError) else "strategy"
+        name = next((name for name in values if str(error).startswith(f"{name}=")), key_at_fault)
         raw.fail("parallel", name, inline(error))
         return stand_in
     return plan, mesh
@@ -468,9 +468,9 @@ def _check_lora(raw: RawConfig) -> None:
     section = raw.config.lora
     if section.is_used and raw.config.model.hf is None:
         raw.fail("lora", "rank", "adapters go into a Hugging Face model; name its folder in model.hf")
-    usual = type(section)()
+    defaults = type(section)()
     for key in ("alpha", "dropout", "targets"):
-        if section.rank is None and getattr(section, key) != getattr(usual, key):
+        if section.rank is None and getattr(section, key) != getattr(defaults, key):
             raw.fail("lora", key, "it goes with lora.rank; an adapter of a folder brings its own")
     if section.rank is not None and section.adapter is not None:
         raw.fail("lora", "adapter", "it brings its own rank; take lora.rank out")

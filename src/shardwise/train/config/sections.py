@@ -559,8 +559,8 @@ def _read_chain(path: Path, seen: tuple[Path, ...]) -> Document:
         raise ConfigError(f"{where}: extends takes the path of one file.\n  Correct the file.")
     base, chain = (path.parent / name).resolve(), (*seen, path.resolve())
     if base in chain:
-        shown = " -> ".join(str(step.name) for step in (*chain[chain.index(base) :], base))
-        raise ConfigError(f"{where}: extends goes in a circle: {shown}.\n  Take one of them out.")
+        path_shown = " -> ".join(str(step.name) for step in (*chain[chain.index(base) :], base))
+        raise ConfigError(f"{where}: extends goes in a circle: {path_shown}.\n  Take one of them out.")
     first = chain[0].parent
     inside = (first, Path.cwd()) if first.is_relative_to(Path.cwd()) else (first,)
     if not any(base.is_relative_to(folder) for folder in inside):

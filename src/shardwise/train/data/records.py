@@ -119,10 +119,10 @@ def _json(file: Path) -> Rows:
     lines = _lines(file, _ROW_BYTES)
     for place, line in lines:
         if line.lstrip().startswith(b"["):  # the file is one list
-            whole = bytearray(line)
-            while len(whole) <= _LIST_BYTES and (more := next(lines, None)):
-                whole += more[1]
-            items = _parsed(whole, str(file), _LIST_BYTES)
+            text = bytearray(line)
+            while len(text) <= _LIST_BYTES and (more := next(lines, None)):
+                text += more[1]
+            items = _parsed(text, str(file), _LIST_BYTES)
             yield from ((f"{file}: row {number}", item) for number, item in enumerate(items))
             return
         if line.strip():

@@ -125,8 +125,8 @@ class Source:
         if self.content or self.parts:
             return []
         chosen = _evenly_spaced(list(zip(self.files, self.lengths, strict=True)))
-        whole = sum(file.stat().st_size for file, _ in chosen) <= CHECKED_BYTES
-        most = CHECKED_BYTES if whole else CHECKED_BYTES // len(chosen)
+        fits_limit = sum(file.stat().st_size for file, _ in chosen) <= CHECKED_BYTES
+        most = CHECKED_BYTES if fits_limit else CHECKED_BYTES // len(chosen)
         return [(file, length, most) for file, length in chosen]
 
 
@@ -272,9 +272,9 @@ def _tokens(name: str, files: Sequence[Path], checked: Sequence[Path], max_bytes
     if max_bytes is not None:
         raise DataError(f"data.max_bytes is for text, and {name!r} holds token files.\n  Take max_bytes out.")
     headers = {file: read_header(file) for file in checked}
-    usual = headers[checked[0]]
+    first = headers[checked[0]]
     lengths = [
-        headers[file].num_tokens if file in headers else (file.stat().st_size - usual.offset) // usual.dtype.itemsize
+        headers[file].num_tokens if file in headers else (file.stat().st_size - first.offset) // first.dtype.itemsize
         for file in files
     ]
     if sum(lengths) == 0:

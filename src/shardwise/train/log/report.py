@@ -256,7 +256,7 @@ def owned_units(model: nn.Module, mesh: Mesh, control: Control) -> list[dict[str
     for rank, units in enumerate(control.all_json(mine)):
         stage = mesh.coordinate(rank)["pp"]
         for name, kind, numel, num_owned in units:
-            shown = f"{name}, stage {stage}" if mesh.pp > 1 and name == "root" else name
-            new = {"name": shown, "class": kind, "numel": numel, "owned": [0] * control.size}
-            found.setdefault(shown, new)["owned"][rank] = num_owned
+            title = f"{name}, stage {stage}" if mesh.pp > 1 and name == "root" else name
+            new = {"name": title, "class": kind, "numel": numel, "owned": [0] * control.size}
+            found.setdefault(title, new)["owned"][rank] = num_owned
     return list(found.values())

@@ -211,14 +211,14 @@ def objective_of(resolved: RunConfig) -> Objective:
     """Return the objective of a run, with the spec's forward and loss if it has them."""
     config, spec = resolved.config, resolved.spec
     if spec.data is not None:
-        usual = Objective(call_model, _own_loss)
+        default = Objective(call_model, _own_loss)
     elif spec.model is not None or (config.model.hf is None and (spec.loss is not None or spec.metrics)):
-        usual = Objective(lambda model, batch: model(batch.inputs), _of_logits)
+        default = Objective(lambda model, batch: model(batch.inputs), _of_logits)
     else:
         in_chunks = config.train.chunked_cross_entropy
         is_from_hf, cp = config.model.hf is not None, config.parallel.cp
-        usual = objective(is_from_hf=is_from_hf, cp=cp, task=resolved.task, in_chunks=in_chunks)
-    return Objective(spec.forward or usual.forward, spec.loss or usual.loss_fn)
+        default = objective(is_from_hf=is_from_hf, cp=cp, task=resolved.task, in_chunks=in_chunks)
+    return Objective(spec.forward or default.forward, spec.loss or default.loss_fn)
 
 
 def _of_logits(output: Any, batch: TokenBatch) -> Tensor:

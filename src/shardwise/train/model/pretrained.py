@@ -288,6 +288,6 @@ def _expected_to_be_left(model: Any, keys: set[str]) -> set[str]:
 
 def _shown(names: set[str]) -> str:
     listed = sorted(names)
-    rest = len(listed) - _MOST_SHOWN
-    more = f" and {rest} more are" if rest > 0 else " is" if len(listed) == 1 else " are"
+    num_left = len(listed) - _MOST_SHOWN
+    more = f" and {num_left} more are" if num_left > 0 else " is" if len(listed) == 1 else " are"
     return printable(", ".join(listed[:_MOST_SHOWN])) + more
