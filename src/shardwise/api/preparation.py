@@ -70,7 +70,7 @@ class Preparation:
         units, recomputed, offloaded, tables = kept
         return replace(
             self,
-            ignored=self.ignored.kept_in(model),
+            ignored=self.ignored.inside(model),
             units=units,
             recomputed=recomputed,
             offloaded=offloaded,

@@ -696,13 +696,13 @@ class Engine:
 
         The ``keep`` newest units are left alone.
         """
-        kept: set[Unit] = set()
+        newest: set[Unit] = set()
         for unit, _, _ in reversed(self.reducing):
-            if len(kept) >= keep:
+            if len(newest) >= keep:
                 break
-            kept.add(unit)
+            newest.add(unit)
         for entry in tuple(self.reducing):
-            if entry[0] in kept:
+            if entry[0] in newest:
                 break
             has_more = entry[2].start_next_phase()
             if not has_more and entry is self.reducing[0]:
@@ -904,14 +904,14 @@ class Engine:
     def _refuse_changed(self, unit: Unit, used: set[int], since: int) -> None:
         """Refuse the backward of a forward of ``unit`` if a shard that it may have used has been written since."""
         newer = [changed for changed, (version, _) in self._changes.items() if version > since]
-        kept = set() if None in newer else used.difference(*filter(None, newer))
-        if kept == used:
+        unchanged = set() if None in newer else used.difference(*filter(None, newer))
+        if unchanged == used:
             return
-        own = f", or make the modules of {unit.name!r} that this optimizer trains units of their own"
+        advice = f", or make the modules of {unit.name!r} that this optimizer trains units of their own"
         raise StateError(
             f"backward reached a forward of unit {unit.name!r} that ran before the last optimizer.step(): its"
             " parameters have changed since.\n  Call backward() before optimizer.step()"
-            f"{own + ' (auto_wrap_policy=sw.wrap_by_name(...))' if kept else ''}."
+            f"{advice + ' (auto_wrap_policy=sw.wrap_by_name(...))' if unchanged else ''}."
         )
 
     def sync_buffers(self) -> None:

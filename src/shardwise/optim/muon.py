@@ -230,8 +230,8 @@ class Muon(torch.optim.Optimizer):
         if active not in known:
             inactive = names.keys() - active
             owners = self._owners[engine].items()
-            taken = {name: matrix for name, matrix in owners if name.partition("[")[0] not in inactive}
-            known[active] = Exchange(taken, engine.comms.world)
+            participating = {name: matrix for name, matrix in owners if name.partition("[")[0] not in inactive}
+            known[active] = Exchange(participating, engine.comms.world)
         return known[active]
 
     def _adamw(self, group: dict[str, Any]) -> None:

@@ -364,8 +364,8 @@ class _ReplayOutputs(TorchDispatchMode):
         self._outputs = outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kept = self._outputs.pop() if func in self._chosen and not _is_random(func, args, kwargs or {}) else None
-        return func(*args, **(kwargs or {})) if kept is None else kept
+        output = self._outputs.pop() if func in self._chosen and not _is_random(func, args, kwargs or {}) else None
+        return func(*args, **(kwargs or {})) if output is None else output
 
 
 def _start(tensor: Tensor) -> tuple[object, ...]:

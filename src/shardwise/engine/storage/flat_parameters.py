@@ -269,17 +269,17 @@ def split(optimizer: torch.optim.Optimizer, is_split: Callable[[FlatParameter], 
         chosen = {id(p) for p in params if isinstance(p, FlatParameter) and is_split(p)}
         if not chosen:
             continue
-        kept: list[nn.Parameter] = []
+        new_params: list[nn.Parameter] = []
         for parameter in params:
             if not isinstance(parameter, FlatParameter) or id(parameter) not in chosen:
-                kept.append(parameter)
+                new_params.append(parameter)
                 continue
             parts = parameter.shards
             for shard, state in zip(parts, _split_state(parameter, optimizer.state.pop(parameter, {})), strict=True):
                 if state:
                     optimizer.state[shard] = state
-            kept += parts
-        params[:] = kept  # in place, because schedulers and the user may refer to the list
+            new_params += parts
+        params[:] = new_params  # in place, because schedulers and the user may refer to the list
 
 
 def states_by_name(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:

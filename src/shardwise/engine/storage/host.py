@@ -89,8 +89,8 @@ class OnHost(Around):
             return host_zeros(packed.numel(), packed.dtype, group.device, pins=self.policy.pin_memory).copy_(packed)
         if facts.keeps_shard:
             # Packing needs the master's full precision.
-            kept = group.dtype if facts.sent_as is not None else group.compute_dtype
-            self.resident = torch.zeros(group.master_numel, dtype=kept, device=group.device)
+            dtype = group.dtype if facts.sent_as is not None else group.compute_dtype
+            self.resident = torch.zeros(group.master_numel, dtype=dtype, device=group.device)
         return group.fill(self.zeros(group, group.master_numel))
 
     def zeros(self, group: Group, numel: int) -> Tensor:

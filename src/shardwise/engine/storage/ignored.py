@@ -71,11 +71,11 @@ class Ignored:
         """The units that have a parameter that is not ignored."""
         return {name: module for name, module in units.items() if any(p not in self for p in module.parameters())}
 
-    def kept_in(self, model: nn.Module) -> Ignored:
+    def inside(self, model: nn.Module) -> Ignored:
         """The ignored parameters and buffers that are in ``model``, a part of the model with the same names."""
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        left = {name: p for name, p in self.parameters.items() if parameters.get(name) is p}
-        return Ignored(left, self.buffers & buffers.keys(), self.row_sharded & left.keys())
+        remaining = {name: p for name, p in self.parameters.items() if parameters.get(name) is p}
+        return Ignored(remaining, self.buffers & buffers.keys(), self.row_sharded & remaining.keys())
 
     def with_row_sharded(self, parameters: Mapping[str, nn.Parameter]) -> Ignored:
         """The same, and in addition parameters whose rows are sharded over the ranks."""

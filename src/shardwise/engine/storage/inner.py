@@ -59,7 +59,7 @@ class Inner(Around):
         size: Number of ranks in an inner group.
 
     Attributes:
-        kept: The slice, in the compute dtype.
+        kept_slice: The slice, in the compute dtype.
     """
 
     def __init__(self, inner: Form, size: int) -> None:
@@ -73,11 +73,13 @@ class Inner(Around):
         cuts = group.layout.inner_cuts(comm.size)
         self._range = slice(cuts[comm.rank], cuts[comm.rank + 1])
         self._uneven_cuts = cuts if len({stop - start for start, stop in itertools.pairwise(cuts)}) > 1 else None
-        self.kept = group.gathered.new_zeros(cuts[comm.rank + 1] - cuts[comm.rank])  # gathered may have no memory now
+        self.kept_slice = group.gathered.new_zeros(
+            cuts[comm.rank + 1] - cuts[comm.rank]
+        )  # gathered may have no memory now
 
     def keep(self, group: Group) -> None:
         """Copy this rank's slice out of the gathered buffer, which is about to be released."""
-        self.kept.copy_(group.gathered[self._range])
+        self.kept_slice.copy_(group.gathered[self._range])
         self.kept_epoch = group.epoch
 
     def gather_kept(self, group: Group) -> Handle:
@@ -87,9 +89,9 @@ class Inner(Around):
             All-gather on ``dp_shard_inner`` in the compute dtype; each of the ``k`` ranks sends ``(k-1)/k`` of the
             padded group. All of them must call in the same order.
         """
-        group.gathered[self._range].copy_(self.kept)
+        group.gathered[self._range].copy_(self.kept_slice)
         return self._comm.all_gather(group.gathered, unit=group.unit.name, cuts=self._uneven_cuts)
 
     def buffers(self) -> list[tuple[str, Tensor]]:
         """The buffers of the inner form, and the slice."""
-        return [*super().buffers(), ("gathered", self.kept)]
+        return [*super().buffers(), ("gathered", self.kept_slice)]
