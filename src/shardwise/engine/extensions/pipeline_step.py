@@ -198,14 +198,15 @@ def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
 
     If every unit can stay unsharded (it is replicated, stays gathered after forward, or is stored in full on this
     rank), the full parameters are put into the modules once and forwards skip the hooks, at the cost of the plain
-    model. Otherwise units are gathered and released as in any forward.
+    model. Otherwise units are gathered and released as in an evaluation.
 
     Collective:
         An all-gather on ``dp_shard`` of each unit that stays gathered after forward. All ranks must call.
     """
     engine.require_idle(call)
     if not all(unit.is_resident or not unit.reshards_after_forward or _has_all(unit) for unit in engine.units):
-        yield
+        with engine.evaluating():
+            yield
         return
     was_open = engine.window.is_open
     engine.open_window(begin)
