@@ -99,7 +99,7 @@ def test_an_epoch_has_every_sample_once_and_the_order_is_that_of_any_world(folde
     ranks = [sampler_of(resolved, 2, 2, rank, 3) for rank in range(3)]
     together: list[tuple[int, ...]] = []
     for _ in range(total // 12):
-        assert list(ranks[0].whole_step()) == list(range(len(together), len(together) + 12))
+        assert list(ranks[0].global_batch()) == list(range(len(together), len(together) + 12))
         together += [sample for rank in ranks for sample in taken(rank)]
     assert together == seen[: len(together)]
     later = sampler_of(resolved, 1, 1, 0, 1)

@@ -49,8 +49,8 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
     app.callback()(_version_option)
-    for verb, place in VERBS.items():
-        module, _, name = place.partition(":")
+    for verb, module_name in VERBS.items():
+        module, _, name = module_name.partition(":")
         command: Any = getattr(importlib.import_module(f"shardwise.cli.{module}"), name)
         if isinstance(command, typer.Typer):
             for each in command.registered_commands:

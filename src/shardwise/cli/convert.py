@@ -382,10 +382,10 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in values.items():
         *above, last = key.split(".")
-        place = result
+        target = result
         for name in above:
-            place = place.setdefault(name, {})
-        place[last] = value
+            target = target.setdefault(name, {})
+        target[last] = value
     return result
 
 

@@ -127,8 +127,8 @@ def _written(
     from shardwise.launch.jobs.job import Volume, kubernetes, skypilot, slurm
 
     if scheduler == "--slurm":
-        place = Volume.parse(volume) if volume is not None else None
-        return slurm(job, folder=str(Path.cwd()), time=time or "24:00:00", image=image, volume=place)
+        mount = Volume.parse(volume) if volume is not None else None
+        return slurm(job, folder=str(Path.cwd()), time=time or "24:00:00", image=image, volume=mount)
     missing = {"--image registry/shardwise": image is None, "--volume runs:/runs": volume is None}
     missing["--gpu H100"] = scheduler == "--skypilot" and gpu is None and job.has_gpus
     if image is None or volume is None or any(missing.values()):

@@ -100,12 +100,12 @@ def _domain(cluster: Cluster) -> int:
     return max(_node(cluster), min(spans, cluster.num_gpus)) if spans > _MOST_IN_NODE else _node(cluster)
 
 
-def message_seconds(num_bytes: float, places: tuple[int, int], pp: int, cluster: Cluster, software: Software) -> float:
+def message_seconds(num_bytes: float, ends: tuple[int, int], pp: int, cluster: Cluster, software: Software) -> float:
     """Seconds of a message from every rank at one place on ``pp``, the outermost axis, to its peer at another place.
 
     If any pair of ranks is in two nodes, the message uses a GPU's share of the network.
     """
-    source, target = places
+    source, target = ends
     if source == target:
         return 0.0
     size, domain, gpu = cluster.num_gpus // pp, _domain(cluster), cluster.device

@@ -273,7 +273,7 @@ def _between(at: tuple[float, ...], points: Sequence[tuple[tuple[float, ...], tu
         raise ConfigError(
             "the calibration has no times of this dtype.\n  Calibrate again, or plan with a precision that it has."
         )
-    near = sorted((math.dist(at, place), values) for place, values in points)[:6]
+    near = sorted((math.dist(at, point), values) for point, values in points)[:6]
     if near[0][0] < 1e-9:
         return near[0][1]
     weights = [distance**-2 for distance, _ in near]

@@ -154,9 +154,9 @@ def slots(stages: Sequence[int], num_stages: int, num_chunks: int, num_steps: in
     message are between the same two slots. So messages between two ranks arrive in the order of sending.
     """
     period = max(num_chunks, num_stages)
-    for time in range((num_steps - 1) * period + num_chunks + num_stages):
-        places = [(*divmod(time - stage, period), stage) for stage in (num_stages, *sorted(stages, reverse=True))]
-        yield tuple(Turn(*place) for place in places if 0 <= place[0] < num_steps and place[1] < num_chunks)
+    for slot in range((num_steps - 1) * period + num_chunks + num_stages):
+        turns = [(*divmod(slot - stage, period), stage) for stage in (num_stages, *sorted(stages, reverse=True))]
+        yield tuple(Turn(*turn) for turn in turns if 0 <= turn[0] < num_steps and turn[1] < num_chunks)
 
 
 def divide(count: int, num_parts: int) -> list[range]:

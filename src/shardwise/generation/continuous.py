@@ -89,8 +89,8 @@ class ContinuousBatcher:
         while True:
             batch = batches[turn % len(batches)]
             # Stage s works on the batch that started s turns ago. The last stage's tokens arrive one turn later.
-            places = [(batches[(turn - stage) % len(batches)], stage) for stage in (runner.num_stages, *stages)]
-            runner.exchange([(other, stage) for other, stage in places if stage and other.has_pending_forward])
+            work = [(batches[(turn - stage) % len(batches)], stage) for stage in (runner.num_stages, *stages)]
+            runner.exchange([(other, stage) for other, stage in work if stage and other.has_pending_forward])
             decision = _broadcast_decision(decide, world, batch.index, batch.take())
             if decision.is_last:
                 break
@@ -100,7 +100,7 @@ class ContinuousBatcher:
                 if report is not None:
                     report(scores)
             batch.begin(decision)
-            for other, stage in places[1:]:
+            for other, stage in work[1:]:
                 if other.has_pending_forward:
                     runner.compute(other, stage)
             turn += 1

@@ -379,10 +379,10 @@ def check_fit(rows: Sequence[Sequence[int]], max_new_tokens: int, *, vocab_size:
 
 def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
     """Refuse ids that are not in the vocabulary."""
-    for place, token in enumerate(ids):
+    for index, token in enumerate(ids):
         if not 0 <= token < vocab_size:
             raise ConfigError(
-                f"{where}: token {place} is {token}, the model knows 0 to {vocab_size - 1}.\n"
+                f"{where}: token {index} is {token}, the model knows 0 to {vocab_size - 1}.\n"
                 "  Use the tokenizer that the model was trained with."
             )
 

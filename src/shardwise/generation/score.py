@@ -271,18 +271,18 @@ class _Batch:
     ) -> None:
         self.index = index
         ids_BT = torch.zeros(shape, dtype=torch.int64)
-        for place, row in enumerate(rows):
-            ids_BT[place, : len(row.ids) - 1] = torch.tensor(row.ids[:-1])
+        for number, row in enumerate(rows):
+            ids_BT[number, : len(row.ids) - 1] = torch.tensor(row.ids[:-1])
         self.new_BT = ids_BT.to(device)
         self.found_NW = torch.empty(0, 2 + 2 * num_top, dtype=torch.float64, device=device)
         first = min((row.start - 1 for row in rows), default=shape[1] - 1)
         self._make, self._num_logits, self._num_top = make, shape[1] - first, num_top
-        places = [
-            (place, column - first, row.ids[column + 1])
-            for place, row in enumerate(rows)
+        positions = [
+            (number, column - first, row.ids[column + 1])
+            for number, row in enumerate(rows)
             for column in range(row.start - 1, len(row.ids) - 1)
         ]
-        self._places_N3 = torch.tensor(places, dtype=torch.int64, device=device).view(-1, 3)
+        self._places_N3 = torch.tensor(positions, dtype=torch.int64, device=device).view(-1, 3)
 
     def make_decoder(self, _capacity: int, _padding: Sequence[int], _layers: Collection[int] | None) -> Forward:
         """The function that makes the object that calls the model."""
@@ -291,7 +291,7 @@ class _Batch:
     def choose(self, logits_BKV: Tensor) -> Tensor:
         """Score the rows. Returns zeros, because no row has a next token."""
         at_once = max(1, _NORMALISED_NUMEL // logits_BKV.shape[-1])
-        found = [self._found(logits_BKV, places) for places in self._places_N3.split(at_once)]
+        found = [self._found(logits_BKV, positions) for positions in self._places_N3.split(at_once)]
         self.found_NW = torch.cat(found)
         return torch.zeros(logits_BKV.shape[0], dtype=torch.int64, device=logits_BKV.device)
 

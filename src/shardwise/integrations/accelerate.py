@@ -113,8 +113,8 @@ class ShardwiseAccelerator(Accelerator):
         """Save as the accelerator; models and optimizers are saved by ``sw.save``, and load on any number of ranks."""
         with self._without_models():
             folder = super().save_state(output_dir, *args, **kwargs)
-        for place, model in enumerate(self._models):
-            save_over(Path(folder) / f"{_FOLDER}-{place}", model, self._optimizers_of(model) or None)
+        for index, model in enumerate(self._models):
+            save_over(Path(folder) / f"{_FOLDER}-{index}", model, self._optimizers_of(model) or None)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -122,8 +122,8 @@ class ShardwiseAccelerator(Accelerator):
         with self._without_models():
             super().load_state(input_dir, *args, **kwargs)
         folder = Path(input_dir) if input_dir is not None else self._newest()
-        for place, model in enumerate(self._models):
-            sw.load(folder / f"{_FOLDER}-{place}", model, self._optimizers_of(model) or None)
+        for index, model in enumerate(self._models):
+            sw.load(folder / f"{_FOLDER}-{index}", model, self._optimizers_of(model) or None)
 
     @contextlib.contextmanager
     def _without_models(self) -> Iterator[None]:

@@ -146,8 +146,8 @@ class WeightSync:
         if self._group is not None:
             return
         size = 1 + self._ask("get_world_size", method="GET")["world_size"]
-        place = {"master_address": self._address, "master_port": self._port, "rank_offset": 1, "world_size": size}
-        joined = executor.submit(self._ask, "init_weight_transfer_engine", {"init_info": place})
+        info = {"master_address": self._address, "master_port": self._port, "rank_offset": 1, "world_size": size}
+        joined = executor.submit(self._ask, "init_weight_transfer_engine", {"init_info": info})
         try:
             group = self._connect(self._address, self._port, size)
         except Exception as raised:

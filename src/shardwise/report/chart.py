@@ -110,9 +110,9 @@ def bar_chart(
         return None
     factor, unit = unit_of(min(most, longest), format_value)
     rows = [
-        {"bar": stack.name, "value": part / factor, "order": place} | _filled(fill, f"{name}: {format_value(part)}")
+        {"bar": stack.name, "value": part / factor, "order": index} | _filled(fill, f"{name}: {format_value(part)}")
         for stack in stacks
-        for place, (name, fill) in enumerate(fills.items())
+        for index, (name, fill) in enumerate(fills.items())
         if (part := stack.parts.get(name, 0)) > 0
     ]
     return {
@@ -145,10 +145,10 @@ def column_chart(
         return None
     factor, unit = unit_of(highest, format_value)
     rows = [
-        {"x": start, "x2": stop, "value": part / factor, "order": place}
+        {"x": start, "x2": stop, "value": part / factor, "order": index}
         | _filled(fill, f"{stack.name}, {name}: {format_value(part)}")
         for (start, stop), stack in zip(pairwise(edges), stacks, strict=True)
-        for place, (name, fill) in enumerate(fills.items())
+        for index, (name, fill) in enumerate(fills.items())
         if (part := stack.parts.get(name, 0)) > 0
     ]
     return {"kind": "columns", "rows": rows, "unit": unit, "x": x_name, "domain": [edges[0], edges[-1]]}

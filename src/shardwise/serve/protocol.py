@@ -277,10 +277,10 @@ def _checked(kind: type[Any], body: Any, served: Served) -> Any:
         fields = kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
+        path = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            raise RequestError(f"{printable(place)}: there is no such field", param=place) from None
-        raise RequestError(f"{printable(place)}: {first['msg']}", param=place or None) from None
+            raise RequestError(f"{printable(path)}: there is no such field", param=path) from None
+        raise RequestError(f"{printable(path)}: {first['msg']}", param=path or None) from None
     if fields.model != served.name:
         raise RequestError(
             f"there is no model {printable(fields.model)} here: this server has {served.name}",
@@ -374,23 +374,23 @@ def shown_score(row: Row, score: Score, tokenizer: Tokenizer, num_top: int, *, h
     Each position has the ``num_top`` most likely tokens and the answer's token. A prompt's first token has no value.
     """
 
-    def text(place: int, token: int) -> str:
-        before = tokenizer.decode(row.ids[place - 1 : place]) if place else ""
-        return tokenizer.decode([*row.ids[max(0, place - 1) : place], token])[len(before) :]
+    def text(position: int, token: int) -> str:
+        before = tokenizer.decode(row.ids[position - 1 : position]) if position else ""
+        return tokenizer.decode([*row.ids[max(0, position - 1) : position], token])[len(before) :]
 
     start = 0 if has_echo else row.start
-    tokens = [text(place, token) for place, token in enumerate(row.ids) if place >= start]
+    tokens = [text(position, token) for position, token in enumerate(row.ids) if position >= start]
     fields: dict[str, list[Any]] = {"tokens": tokens, "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     fields["text_offset"] = [0, *itertools.accumulate(map(len, tokens[:-1]))] if tokens else []
     if has_echo:
         fields["token_logprobs"], fields["top_logprobs"] = [None], [None]
     for at, logprob in enumerate(score.logprobs):
-        place = row.start + at
+        position = row.start + at
         own = max(logprob, _LEAST_LOGPROB)
         likeliest = list(score.top[at].items())[:num_top] if score.top else []
         top: dict[str, float] = {}
-        for token, each in [*likeliest, (row.ids[place], own)]:
-            top.setdefault(text(place, token), max(each, _LEAST_LOGPROB))
+        for token, each in [*likeliest, (row.ids[position], own)]:
+            top.setdefault(text(position, token), max(each, _LEAST_LOGPROB))
         fields["token_logprobs"].append(own)
         fields["top_logprobs"].append(top)
     return fields

@@ -51,9 +51,9 @@ class Text:
             self._text += decoded[len(before) :]
             self._first, self._num_decoded = self._num_decoded, len(self._ids)
         begin = max(0, self._num_returned - self._num_held_back)
-        places = [at for stop in self._stops if (at := self._text.find(stop, begin)) >= 0]
+        ends = [at for stop in self._stops if (at := self._text.find(stop, begin)) >= 0]
         end = len(self._text) if is_last else max(self._num_returned, len(self._text) - self._num_held_back)
-        if places:
-            self.is_stopped, end = True, min(places)
+        if ends:
+            self.is_stopped, end = True, min(ends)
         piece, self._num_returned = self._text[self._num_returned : end], end
         return piece

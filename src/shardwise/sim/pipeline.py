@@ -215,7 +215,7 @@ def stage_seconds(
         is_first_of_window=True,
         ahead=(1 if releases else len(chain), 1),
     )
-    half = next(place for place, moment in enumerate(moments) if moment.what is What.FORWARD_END) + 1
+    half = next(index for index, moment in enumerate(moments) if moment.what is What.FORWARD_END) + 1
     forward, backward = moments[:half], moments[half:]
     silent = [moment for moment in backward if moment.what not in {What.REDUCE, What.ADVANCE}]
     ways = {

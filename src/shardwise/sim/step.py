@@ -171,7 +171,7 @@ def simulate_step(
         slowdown: The slowdown of work while computation and communication overlap.
     """
     releases = not placements.keeps_gathered if reshards_after_forward is None else reshards_after_forward
-    trained = frozenset(place for place, unit in enumerate(units) if unit.is_trained)
+    trained = frozenset(index for index, unit in enumerate(units) if unit.is_trained)
     has_replicas = any(unit.replicate for unit in units)
     kinds: dict[tuple[bool, bool], int] = {}
     for microbatch in range(num_microbatches):
@@ -310,10 +310,10 @@ class _Lowering:
             self._compute(unit, unit.forward_s, unit.forward_exchanges, unit.host_forward_s)
             return
         is_last = number + 1 not in self.leaving  # the last unit's activations are still on the device
-        for place in (() if is_last else (number,)) + (number - 1,):
-            if place in self.leaving and place not in self.returning:
-                after = (*self.computed, self.leaving[place])
-                self.returning[place] = self._put(Task("up", unit.away_s, after, unit.name, "offload"))
+        for source in (() if is_last else (number,)) + (number - 1,):
+            if source in self.leaving and source not in self.returning:
+                after = (*self.computed, self.leaving[source])
+                self.returning[source] = self._put(Task("up", unit.away_s, after, unit.name, "offload"))
         if number in self.returning:
             self.waits += (self.returning[number],)
         self._compute(unit, unit.backward_s, unit.backward_exchanges, unit.host_backward_s)

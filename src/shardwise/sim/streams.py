@@ -141,8 +141,8 @@ def _run_freely(tasks: Sequence[Task]) -> Timeline:
     spans: list[Span] = []
     for task in tasks:
         begin = free.get(task.stream, 0.0)
-        for place in task.after:
-            begin = max(begin, ends[place])
+        for index in task.after:
+            begin = max(begin, ends[index])
         end = begin + task.seconds
         free[task.stream] = end
         ends.append(end)
@@ -169,10 +169,10 @@ class _Streams:
         self._running: dict[int, tuple[int, float]] = {}  # by stream: the task, and its remaining seconds of work
         self._ready = list(range(len(names)))[::-1]  # streams that may have a task to begin
         self._now = 0.0
-        for place, task in enumerate(tasks):
-            self._queues[self._stream_of[place]].append(place)
+        for index, task in enumerate(tasks):
+            self._queues[self._stream_of[index]].append(index)
             for other in task.after:
-                self._followers[other].append(place)
+                self._followers[other].append(index)
 
     def timeline(self) -> Timeline:
         while self._ready:
@@ -187,17 +187,17 @@ class _Streams:
             stream = self._ready.pop()
             queue = self._queues[stream]
             while queue and stream not in self._running and not self._unmet[queue[0]]:
-                place = queue.popleft()
-                self._begins[place] = self._now
-                seconds = self._tasks[place].seconds
+                index = queue.popleft()
+                self._begins[index] = self._now
+                seconds = self._tasks[index].seconds
                 if seconds > 0:
-                    self._running[stream] = place, seconds
+                    self._running[stream] = index, seconds
                 else:
-                    self._end(place)
+                    self._end(index)
 
-    def _end(self, place: int) -> None:
-        self._ends[place] = self._now
-        for follower in self._followers[place]:
+    def _end(self, index: int) -> None:
+        self._ends[index] = self._now
+        for follower in self._followers[index]:
             self._unmet[follower] -= 1
             self._ready.append(self._stream_of[follower])
 
@@ -214,59 +214,59 @@ class _Streams:
         ]
         step = min(left * factor for (_, left), factor in zip(running.values(), factors, strict=True))
         self._now += step
-        for (stream, (place, left)), factor in zip(tuple(running.items()), factors, strict=True):
+        for (stream, (index, left)), factor in zip(tuple(running.items()), factors, strict=True):
             remaining_s = left - step / factor
             if remaining_s > 1e-12 * left:
-                running[stream] = place, remaining_s
+                running[stream] = index, remaining_s
             else:
                 del running[stream]
                 self._ready.append(stream)
-                self._end(place)
+                self._end(index)
 
 
 def _exposed(timeline: Timeline) -> dict[str, float]:
     spans = timeline.spans
     before: dict[str, int] = {}
     previous: list[int | None] = []  # the task before each on its stream
-    for place, span in enumerate(spans):
+    for index, span in enumerate(spans):
         previous.append(before.get(span.task.stream))
-        before[span.task.stream] = place
+        before[span.task.stream] = index
     found: dict[str, float] = {}
     computing = 0.0
-    for place, span in enumerate(spans):
+    for index, span in enumerate(spans):
         if span.task.stream != COMPUTE:
             continue
-        for category, seconds in _waits(spans, previous, place, computing):
+        for category, seconds in _waits(spans, previous, index, computing):
             found[category] = found.get(category, 0.0) + seconds
         computing = span.end_s
     if spans and timeline.end_s > computing:
-        last = max(range(len(spans)), key=lambda place: spans[place].end_s)
+        last = max(range(len(spans)), key=lambda index: spans[index].end_s)
         for category, seconds in _blamed(spans, previous, last, computing, timeline.end_s):
             found[category] = found.get(category, 0.0) + seconds
     return found
 
 
 def _waits(
-    spans: Sequence[Span], previous: Sequence[int | None], place: int, since: float
+    spans: Sequence[Span], previous: Sequence[int | None], index: int, since: float
 ) -> Iterator[tuple[str, float]]:
     """Yield the waits, by category, between ``since``, the end of the previous computation, and this computation."""
-    begin = spans[place].begin_s
+    begin = spans[index].begin_s
     if begin <= since:
         return
-    blocker = max(spans[place].task.after, key=lambda other: spans[other].end_s, default=None)
+    blocker = max(spans[index].task.after, key=lambda other: spans[other].end_s, default=None)
     if blocker is not None:
         yield from _blamed(spans, previous, blocker, since, begin)
 
 
 def _blamed(
-    spans: Sequence[Span], previous: Sequence[int | None], place: int | None, since: float, until: float
+    spans: Sequence[Span], previous: Sequence[int | None], index: int | None, since: float, until: float
 ) -> Iterator[tuple[str, float]]:
     """Split a wait over the task that ended it, the task that this one waited for, and so on."""
-    while place is not None and until > since:
-        span = spans[place]
+    while index is not None and until > since:
+        span = spans[index]
         begin = max(since, span.begin_s)
         if begin < until and span.task.stream != COMPUTE:
             yield span.task.category or span.task.stream, until - begin
         until = min(until, begin)
-        earlier = [*span.task.after, *(() if previous[place] is None else (previous[place],))]
-        place = max(earlier, key=lambda other: spans[other].end_s, default=None)  # pyrefly: ignore
+        earlier = [*span.task.after, *(() if previous[index] is None else (previous[index],))]
+        index = max(earlier, key=lambda other: spans[other].end_s, default=None)  # pyrefly: ignore

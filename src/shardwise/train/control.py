@@ -85,23 +85,23 @@ class Control:
         device, count = self.comm.device, len(values)
         table = torch.zeros(self.size, count + len(tensors), dtype=torch.float64, device=device)
         table[self.rank, :count] = torch.tensor(values, dtype=torch.float64)
-        for place, tensor in enumerate(tensors, count):
+        for index, tensor in enumerate(tensors, count):
             if isinstance(tensor, Tensor):
-                table[self.rank, place].copy_(tensor.detach().reshape(()))
+                table[self.rank, index].copy_(tensor.detach().reshape(()))
             elif tensor is not None:
-                table[self.rank, place] = tensor
+                table[self.rank, index] = tensor
         self.comm.all_gather(table.view(-1), unit="step").wait()
         return table.tolist()
 
     def check_same(self, value: Mapping[str, Any], what: str) -> None:
         """Refuse to start if the ranks got different values. One all-gather of JSON: all ranks must call."""
-        everyones = self.all_json(value)
-        odd = next((rank for rank, other in enumerate(everyones) if other != everyones[0]), None)
-        if odd is None:
+        values = self.all_json(value)
+        different = next((rank for rank, other in enumerate(values) if other != values[0]), None)
+        if different is None:
             return
         lines = "".join(
-            f"\n  - {key}: rank 0 has {printable(here)}, rank {odd} has {printable(there)}"
-            for key, here, there in differences(everyones[0], everyones[odd])[:20]
+            f"\n  - {key}: rank 0 has {printable(here)}, rank {different} has {printable(there)}"
+            for key, here, there in differences(values[0], values[different])[:20]
         )
         raise ConfigError(
             f"the ranks do not have the same {what}:{lines}\n  Give every rank the same configuration and versions."

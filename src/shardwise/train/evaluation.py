@@ -96,9 +96,9 @@ class Evaluation:
             self.model.train()
         own = [float(sum(pair[which] for pair in sums[name])) for name in ("", *names) for which in (0, 1)]
         rows = [row for row in self.control.rows([sum(found), float(bool(found)), *own]) if row[1]]
-        total = [sum(row[place] for row in rows) for place in range(4 + 2 * len(names))]
+        total = [sum(row[column] for row in rows) for column in range(4 + 2 * len(names))]
         mean = total[0] * batch.micro / count / (len(rows) / batch.data_parallel_size)
         values = {"eval_loss": total[2] / total[3] if total[3] else mean}
-        for place, name in enumerate(names, 2):
-            values[f"eval_{name}"] = total[2 * place] / total[2 * place + 1] if total[2 * place + 1] else math.nan
+        for column, name in enumerate(names, 2):
+            values[f"eval_{name}"] = total[2 * column] / total[2 * column + 1] if total[2 * column + 1] else math.nan
         return values

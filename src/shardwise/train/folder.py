@@ -46,8 +46,8 @@ def holds_run(directory: Path) -> bool:
 
 def run_of(path: str) -> Path | None:
     """Return the run's folder for the path of a run or of one of its checkpoints; ``None`` for any other path."""
-    place = Path(path).expanduser()
-    return next((run for run in (place, place.parent.parent) if place.is_dir() and holds_run(run)), None)
+    base = Path(path).expanduser()
+    return next((run for run in (base, base.parent.parent) if base.is_dir() and holds_run(run)), None)
 
 
 def is_stored(wanted: str | None, upload_to: str | None) -> bool:

@@ -25,15 +25,15 @@ class Microbatches:
     data_s: float = 0.0  # seconds that this rank's host has spent on reading. The caller may reset it.
 
     def read(
-        self, part: Samples, samples: Iterable[Sequence[int]], everyones: Iterable[int], count: int
+        self, part: Samples, samples: Iterable[Sequence[int]], global_batch: Iterable[int], count: int
     ) -> Iterator[TokenBatch | Any]:
         """Yield one microbatch for each entry of ``samples``, which are the indices of this rank's samples.
 
-        ``everyones`` are the ``count`` samples of all ranks, over whose targets the loss is averaged.
+        ``global_batch`` are the ``count`` samples of all ranks, over whose targets the loss is averaged.
         """
         if isinstance(part, UserSamples):
             return self.timed(part.microbatches([[(index, index) for index in each] for each in samples], self.device))
-        learned = part.num_targets(everyones)
+        learned = part.num_targets(global_batch)
         share = None if learned is None else learned * self.batch.micro / count
         return self.timed(to_tensors(part, each, self.device, share) for each in samples)
 

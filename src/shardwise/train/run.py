@@ -356,9 +356,9 @@ class Run:
         """
         state, sampler = self._shared(), self._stateful["sampler"]
         if sampler is not None and "sampler" not in state["kept"]:
-            everyones = self._running.control.all_json(packed(sampler.state_dict(), "sw.Run(sampler=...)"))
-            is_one = all(each == everyones[0] for each in everyones)
-            state["kept"]["sampler"] = everyones[0] if is_one else {_BY_RANK: everyones}
+            by_rank = self._running.control.all_json(packed(sampler.state_dict(), "sw.Run(sampler=...)"))
+            is_one = all(each == by_rank[0] for each in by_rank)
+            state["kept"]["sampler"] = by_rank[0] if is_one else {_BY_RANK: by_rank}
         return state | {"kept": plain.unpack(state["kept"])}
 
     def check(self, path: Path) -> list[str]:

@@ -59,7 +59,7 @@ class Trainer:
         self.data = data_of(resolved)
         reader, train = resolved.mesh.data_parallel_rank(control.rank), self.data.train
         share = batch.micro, batch.accumulation, reader, batch.data_parallel_size
-        if isinstance(items := getattr(getattr(train, "whole", train), "data", None), IterableSampler):
+        if isinstance(items := getattr(getattr(train, "unmasked", train), "data", None), IterableSampler):
             self.sampler: Sampler = items.for_reader(*share)
         elif isinstance(train, MixedSamples):
             self.sampler = MixedSampler(train.num_samples, config.train.seed, *share, samples=train)
@@ -305,9 +305,9 @@ class Trainer:
         loop.fault_at("before_backward", step + 1)
         if self._user_batches is None and isinstance(part := self.data.train, UserSamples):
             self._user_batches = part.microbatches(self.sampler.upcoming(), self.device)
-        everyones = self.sampler.whole_step()
+        global_batch = self.sampler.global_batch()
         samples = self.sampler.next_step()
-        loss = self._forward_backward(samples, everyones)
+        loss = self._forward_backward(samples, global_batch)
         every = config.train.check_replicas_every
         if every is not None and (step + 1) % every == 0:
             loop.check_replicas(step + 1, after_backward=True)
@@ -333,10 +333,11 @@ class Trainer:
             values=part.shares(list(chain(*samples))) if isinstance(part := self.data.train, MixedSamples) else {},
         )
 
-    def _forward_backward(self, samples: Sequence[Sequence[int]], everyones: Iterable[int]) -> Tensor | None:
+    def _forward_backward(self, samples: Sequence[Sequence[int]], global_batch: Iterable[int]) -> Tensor | None:
         """Run forward and backward; return the sum of this rank's losses, on the device, or ``None`` if there is none.
 
-        Afterwards the gradients are ready, or the parameters updated (in backward). ``everyones``: all ranks' samples.
+        Afterwards the gradients are ready, or the parameters updated (in backward). ``global_batch`` are the samples of
+        all ranks.
         """
         losses: list[Tensor] = []
         counts: list[Tensor | float] = []
@@ -352,7 +353,7 @@ class Trainer:
         self.microbatches.data_s = 0.0
         sw.train_step(
             self.model,
-            self._microbatches(samples, everyones),
+            self._microbatches(samples, global_batch),
             loss_fn,
             self.resolved.batch.accumulation,
             scaler=self.loop.parts.scaler,
@@ -369,10 +370,10 @@ class Trainer:
                 grad.mul_(factors.setdefault(grad.device, factor.to(grad.device)))
         return None if loss is None else loss * factor
 
-    def _microbatches(self, samples: Sequence[Sequence[int]], everyones: Iterable[int]) -> Iterator[Any]:
+    def _microbatches(self, samples: Sequence[Sequence[int]], global_batch: Iterable[int]) -> Iterator[Any]:
         if self._user_batches is not None:
             return self.microbatches.timed(islice(self._user_batches, len(samples)))
-        return self.microbatches.read(self.data.train, samples, everyones, self.resolved.batch.total)
+        return self.microbatches.read(self.data.train, samples, global_batch, self.resolved.batch.total)
 
     def _factor(self, counts: Sequence[Tensor | float], *, has_loss: bool) -> Tensor:
         """Return the factor from the mean of sums over microbatches and ranks to the mean by their counts, or 1.

@@ -50,10 +50,10 @@ def capture(device: torch.device) -> dict[str, Any]:
 def described(generators: Generators) -> dict[str, Any]:
     """Return states of generators as plain values, for :func:`restore`."""
     version, words, gauss = generators.python
-    name, keys, place, has_gauss, cached = generators.numpy
+    name, keys, position, has_gauss, cached = generators.numpy
     state: dict[str, Any] = {
         "python": [version, np.array(words, np.uint64).tobytes(), gauss],
-        "numpy": [str(name), np.asarray(keys, np.uint32).tobytes(), int(place), int(has_gauss), float(cached)],
+        "numpy": [str(name), np.asarray(keys, np.uint32).tobytes(), int(position), int(has_gauss), float(cached)],
         "torch": generators.torch.numpy().tobytes(),
     }
     if generators.cuda is not None:
@@ -93,12 +93,12 @@ def _python_state(version: Any, words: Any, gauss: Any) -> tuple[Any, ...]:
     return version, found, None if gauss is None else _finite(gauss)
 
 
-def _numpy_state(name: Any, keys: Any, place: Any, has_gauss: Any, cached: Any) -> tuple[Any, ...]:
+def _numpy_state(name: Any, keys: Any, position: Any, has_gauss: Any, cached: Any) -> tuple[Any, ...]:
     found = np.frombuffer(keys, np.uint32)
-    is_place = isinstance(place, int) and not isinstance(place, bool) and 0 <= place <= _WORDS
+    is_place = isinstance(position, int) and not isinstance(position, bool) and 0 <= position <= _WORDS
     if name != "MT19937" or found.size != _WORDS or not is_place or has_gauss not in {0, 1}:
         raise ValueError("it is none of numpy's generator")
-    return name, found, place, has_gauss, _finite(cached)
+    return name, found, position, has_gauss, _finite(cached)
 
 
 def _finite(value: Any) -> float:

@@ -173,9 +173,9 @@ def _contradictions(saved: SavedRun, manifest: Manifest, batch: int) -> list[str
         wrong.append(f"step: {steps}; expected three times the same")
     if saved.run_id != manifest.run_id:
         wrong.append(f"run_id: state {saved.run_id}, manifest {manifest.run_id}; expected twice the same")
-    place = saved.sampler.model_dump(exclude_none=True)
-    if set(place) not in _PLACES:
-        wrong.append(f"sampler: it gives {_names(place)}, expected {' or '.join(map(_names, _PLACES))}")
+    sampler = saved.sampler.model_dump(exclude_none=True)
+    if set(sampler) not in _PLACES:
+        wrong.append(f"sampler: it gives {_names(sampler)}, expected {' or '.join(map(_names, _PLACES))}")
     position = saved.sampler.position
     if position is not None and position != saved.step * batch:
         wrong.append(f"sampler.position: {position}, expected {saved.step * batch} = step {saved.step} x batch {batch}")

@@ -550,7 +550,7 @@ def batch_in(raw: RawConfig, world_size: int, local_size: int | None) -> tuple[B
     tried = replace(raw, mistakes={})
     plan, mesh = _plan(tried, world_size, local_size or world_size)
     batch = None if tried.mistakes else _batch(tried, mesh, plan)
-    problems = [f"{place}: {message}" for place, message in tried.mistakes]
+    problems = [f"{where}: {message}" for where, message in tried.mistakes]
     return (None if problems else batch), problems
 
 

@@ -105,8 +105,8 @@ class Chat:
     def encode(self, rows: Sequence[Placed]) -> list[Example]:
         """Convert rows to examples."""
         if self._is_marked:
-            return [self._marked(place, row) for place, row in rows]
-        texts, spans = zip(*(self._text_of(place, row) for place, row in rows), strict=True)
+            return [self._marked(location, row) for location, row in rows]
+        texts, spans = zip(*(self._text_of(location, row) for location, row in rows), strict=True)
         adds = self.column == PROMPT  # a template writes the begin-of-text token itself
         options = {"return_offsets_mapping": True, "verbose": False, "padding": False}
         encoded = self.tokenizer(list(texts), add_special_tokens=adds, **options)
@@ -131,7 +131,7 @@ class Chat:
             ids = [*ids, end]
         return Example(ids, spans)
 
-    def _text_of(self, place: str, row: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]] | None]:
+    def _text_of(self, location: str, row: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]] | None]:
         """Return a row's text, and the character ranges that are learned; ``None``: all."""
         value, tools = row.get(self.column), row.get("tools") or None
         if self.column == PROMPT:
@@ -139,33 +139,33 @@ class Chat:
             if isinstance(value, str) and isinstance(answer, str):
                 return value + answer, None if self.learns == "all" else [(len(value), len(value) + len(answer))]
             if not isinstance(value, list) or not isinstance(answer, list):
-                raise self._wrong(place, f"{PROMPT} and {COMPLETION} are texts, or both lists of messages")
-            begin = self._messages(place, value)
-            return self._rendered(place, begin + self._messages(place, answer), tools, first=len(begin))
-        return self._rendered(place, self._messages(place, value), tools)
+                raise self._wrong(location, f"{PROMPT} and {COMPLETION} are texts, or both lists of messages")
+            begin = self._messages(location, value)
+            return self._rendered(location, begin + self._messages(location, answer), tools, first=len(begin))
+        return self._rendered(location, self._messages(location, value), tools)
 
-    def _messages(self, place: str, value: Any) -> list[dict[str, Any]]:
+    def _messages(self, location: str, value: Any) -> list[dict[str, Any]]:
         if not isinstance(value, list):
-            raise self._wrong(place, f"{self.column} is a list of messages, each with a role and a content")
+            raise self._wrong(location, f"{self.column} is a list of messages, each with a role and a content")
         found = []
         for message in value:
             if not isinstance(message, Mapping):
-                raise self._wrong(place, "every message has a role and a content")
+                raise self._wrong(location, "every message has a role and a content")
             fields = {key: value for key, value in message.items() if value is not None}
             if "from" in fields and "value" in message:
                 fields = {"role": _SPEAKERS.get(str(fields["from"]), fields["from"]), "content": fields.get("value")}
             is_said = fields.get("content") is not None or fields.keys() & {"tool_calls", "function_call"}
             if not isinstance(fields.get("role"), str) or not is_said:
-                raise self._wrong(place, "every message has a role and a content, or an assistant's tool_calls")
+                raise self._wrong(location, "every message has a role and a content, or an assistant's tool_calls")
             found.append(fields)
         if not found:
-            raise self._wrong(place, "a conversation has messages")
+            raise self._wrong(location, "a conversation has messages")
         return found
 
     def _rendered(
-        self, place: str, messages: list[dict[str, Any]], tools: Any, *, first: int = 0
+        self, location: str, messages: list[dict[str, Any]], tools: Any, *, first: int = 0
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        text = self._apply(place, messages, tools)
+        text = self._apply(location, messages, tools)
         if self.learns == "all":
             return text, None
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at >= first]
@@ -173,12 +173,12 @@ class Chat:
             answers = answers[-1:]
         spans = []
         for at in answers:
-            before = self._apply(place, messages[:at], tools, add_generation_prompt=True)
-            with_answer = self._apply(place, messages[: at + 1], tools)
+            before = self._apply(location, messages[:at], tools, add_generation_prompt=True)
+            with_answer = self._apply(location, messages[: at + 1], tools)
             end = _end_of(text, before, with_answer, messages[at].get("content"))
             if end is None:
                 raise ConfigError(
-                    f"{place}: the chat template writes the conversation up to answer {at} otherwise when more"
+                    f"{location}: the chat template writes the conversation up to answer {at} otherwise when more"
                     " follows, so that the answer cannot be found in the whole.\n"
                     "  Mark answers in the template with {% generation %} (data.chat_template=FILE), or set"
                     " data.learns=last."
@@ -193,15 +193,15 @@ class Chat:
             return False
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.tokenizer.get_chat_template(self.template)) is not None
 
-    def _marked(self, place: str, row: Mapping[str, Any]) -> Example:
+    def _marked(self, location: str, row: Mapping[str, Any]) -> Example:
         """Convert a row by a template that marks the assistant's text."""
-        messages = self._messages(place, row.get(self.column))
+        messages = self._messages(location, row.get(self.column))
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        found = self._apply(place, messages, row.get("tools") or None, **options)
+        found = self._apply(location, messages, row.get("tools") or None, **options)
         edges = np.flatnonzero(np.diff(np.asarray(found["assistant_masks"]), prepend=0, append=0)).tolist()
         return Example(found["input_ids"], list(itertools.pairwise(edges))[::2])
 
-    def _apply(self, place: str, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
+    def _apply(self, location: str, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
         if not messages:
             return ""
         settings = {"tools": tools, "chat_template": self.template}
@@ -215,7 +215,7 @@ class Chat:
                 else text
             )
         except Exception as error:  # noqa: BLE001  a template may raise anything
-            raise self._wrong(place, f"the chat template takes it ({first_line(error)})") from None
+            raise self._wrong(location, f"the chat template takes it ({first_line(error)})") from None
 
-    def _wrong(self, place: str, expected: str) -> DataError:
-        return DataError(f"{place} cannot be used: expected that {expected}.\n  Correct the row, or leave it out.")
+    def _wrong(self, location: str, expected: str) -> DataError:
+        return DataError(f"{location} cannot be used: expected that {expected}.\n  Correct the row, or leave it out.")

@@ -36,7 +36,8 @@ class Texts:
 
     def encode(self, rows: Sequence[Placed]) -> list[Example]:
         """Convert rows to examples. A block that is not the last of its file continues in the next one."""
-        texts = [block_text(row) if self.column is None else text_of(place, row, self.column) for place, row in rows]
+        column = self.column
+        texts = [block_text(row) if column is None else text_of(location, row, column) for location, row in rows]
         ends = [self.tokenizer.ends[:1] if row.get("is_last", True) else () for _, row in rows]
         found = zip(self.tokenizer.encode_pieces(texts), ends, strict=True)
         return [Example(np.array([*ids, *end], np.int64)) for ids, end in found]

@@ -103,15 +103,15 @@ def _best_fit(order: np.ndarray, lengths: np.ndarray, capacity: int) -> list[lis
     rooms: list[int] = []  # its keys, in order
     for number in order.tolist():
         length = int(lengths[number])
-        place = bisect.bisect_left(rooms, length)
-        if place == len(rooms):
+        index = bisect.bisect_left(rooms, length)
+        if index == len(rooms):
             row, room = len(rows), capacity
             rows.append([])
         else:
-            room = rooms[place]
+            room = rooms[index]
             row = with_room[room].pop()
             if not with_room[room]:
-                del with_room[room], rooms[place]
+                del with_room[room], rooms[index]
         rows[row].append(number)
         left = room - length
         if left:

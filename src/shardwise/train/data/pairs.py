@@ -41,23 +41,23 @@ class Pairs:
 
     def encode(self, rows: Sequence[Placed]) -> list[Example]:
         """Convert rows to examples."""
-        inputs = self._encoded([text_of(place, row, self.column) for place, row in rows])
+        inputs = self._encoded([text_of(location, row, self.column) for location, row in rows])
         if self.labels is None:
-            targets = self._encoded([text_of(place, row, self.target) for place, row in rows])
+            targets = self._encoded([text_of(location, row, self.target) for location, row in rows])
         else:
-            targets = [[self._label(place, row.get(self.target))] for place, row in rows]
+            targets = [[self._label(location, row.get(self.target))] for location, row in rows]
         pairs = zip(inputs, targets, strict=True)
         return [Example([*prompt, *target], [(len(prompt), len(prompt) + len(target))]) for prompt, target in pairs]
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         return self.tokenizer(list(texts), add_special_tokens=True, verbose=False, padding=False)["input_ids"]
 
-    def _label(self, place: str, value: Any) -> int:
+    def _label(self, location: str, value: Any) -> int:
         found = (self.labels or {}).get(value, value) if isinstance(value, str) else value
         found = int(found) if isinstance(found, str) and found.isdecimal() else found  # CSV has only texts
         if isinstance(found, bool) or not isinstance(found, int) or found < 0:
             raise DataError(
-                f"{place} has {self.target} {printable(repr(value))}, expected a class's number from 0, or a name in"
+                f"{location} has {self.target} {printable(repr(value))}, expected a class's number from 0, or a name in"
                 " label2id of the model's config.json.\n  Correct the row."
             )
         return found

@@ -42,12 +42,12 @@ class Form(Protocol):
         """Convert rows to examples; a DataError names the place of an unusable row."""
 
 
-def text_of(place: str, row: Mapping[str, Any], column: str) -> str:
+def text_of(location: str, row: Mapping[str, Any], column: str) -> str:
     """Return the text in a column of a row."""
     text = row.get(column)
     if not isinstance(text, str):
         raise DataError(
-            f"{place} has no text in column {printable(column)}: {printable(type(text).__name__)}.\n"
+            f"{location} has no text in column {printable(column)}: {printable(type(text).__name__)}.\n"
             "  Correct the row, or name another column: data.column=..., --column of `shardwise data tokenize`."
         )
     return text
@@ -73,10 +73,10 @@ def read_rows(source: Source) -> Rows:
         if source.kind == "text":
             yield from _blocks(file, length)
         else:
-            for place, row in readers.get(ending(file), _table)(file):
+            for location, row in readers.get(ending(file), _table)(file):
                 if not isinstance(row, dict):
-                    raise _unreadable(place, "it is not a JSON object, which a row is")
-                yield place, row
+                    raise _unreadable(location, "it is not a JSON object, which a row is")
+                yield location, row
 
 
 def first_row(source: Source) -> Mapping[str, Any]:
@@ -90,34 +90,34 @@ def _lines(file: Path, most: int) -> Iterator[tuple[str, bytes]]:
     """Yield the lines of a file with their places; a line of more than ``most`` bytes is split."""
     import fsspec  # pyrefly: ignore[missing-import]
 
-    place = str(file)
-    if place.endswith(".zst") and fsspec.utils.infer_compression(place) is None:
+    location = str(file)
+    if location.endswith(".zst") and fsspec.utils.infer_compression(location) is None:
         raise DataError(
-            f"{printable(place)} is compressed by zstd, which is read by the package zstandard.\n"
+            f"{printable(location)} is compressed by zstd, which is read by the package zstandard.\n"
             "  Install it: pip install zstandard"
         )
-    with _reading(lambda: place):
-        opener: Any = fsspec.open(place, "rb", compression="infer")
+    with _reading(lambda: location):
+        opener: Any = fsspec.open(location, "rb", compression="infer")
         with opener as raw:  # readline of fsspec's own files has no size limit
             handle = raw if isinstance(raw, io.BufferedIOBase) else io.BufferedReader(raw)
             for number in itertools.count(1):
-                place = f"{file}:{number}"
+                location = f"{file}:{number}"
                 if not (line := handle.readline(most + 1)):
                     return
-                yield place, line
+                yield location, line
 
 
 @contextlib.contextmanager
-def _reading(place: Callable[[], object]) -> Iterator[None]:
+def _reading(location: Callable[[], object]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001  stores and compressions raise errors of their own classes
-        raise _unreadable(str(place()), first_line(error)) from None
+        raise _unreadable(str(location()), first_line(error)) from None
 
 
 def _json(file: Path) -> Rows:
     lines = _lines(file, _ROW_BYTES)
-    for place, line in lines:
+    for location, line in lines:
         if line.lstrip().startswith(b"["):  # the file is one list
             text = bytearray(line)
             while len(text) <= _LIST_BYTES and (more := next(lines, None)):
@@ -126,43 +126,43 @@ def _json(file: Path) -> Rows:
             yield from ((f"{file}: row {number}", item) for number, item in enumerate(items))
             return
         if line.strip():
-            yield place, _parsed(line, place, _ROW_BYTES)
+            yield location, _parsed(line, location, _ROW_BYTES)
 
 
-def _parsed(text: bytes | bytearray, place: str, most: int) -> Any:
+def _parsed(text: bytes | bytearray, location: str, most: int) -> Any:
     if len(text) > most:
-        raise _unreadable(place, f"it is longer than {most:,} bytes")
+        raise _unreadable(location, f"it is longer than {most:,} bytes")
     try:
         value = json.loads(text)
         if b"\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        raise _unreadable(place, "it is nested too deep") from None
+        raise _unreadable(location, "it is nested too deep") from None
     except UnicodeEncodeError:
-        raise _unreadable(place, "it has half a character (\\ud800 to \\udfff without its other half)") from None
+        raise _unreadable(location, "it has half a character (\\ud800 to \\udfff without its other half)") from None
     except ValueError as error:
-        raise _unreadable(place, f"it is not JSON ({first_line(error)})") from None
+        raise _unreadable(location, f"it is not JSON ({first_line(error)})") from None
     return value
 
 
 def _csv(file: Path) -> Rows:
-    place, num_bytes = str(file), 0
+    location, num_bytes = str(file), 0
 
     def texts() -> Iterator[str]:
-        nonlocal place, num_bytes
+        nonlocal location, num_bytes
         for at, line in _lines(file, _CSV_BYTES):
-            place, num_bytes = at, num_bytes + len(line)
+            location, num_bytes = at, num_bytes + len(line)
             if num_bytes > _CSV_BYTES:
-                raise _unreadable(place, f"its row is longer than {_CSV_BYTES:,} bytes")
+                raise _unreadable(location, f"its row is longer than {_CSV_BYTES:,} bytes")
             yield line.decode("utf-8-sig")
 
     csv.field_size_limit(_CSV_BYTES)
     try:
         for row in csv.DictReader(texts()):
-            yield place, row
+            yield location, row
             num_bytes = 0
     except (csv.Error, UnicodeDecodeError) as error:
-        raise _unreadable(place, f"it is not CSV ({error})") from None
+        raise _unreadable(location, f"it is not CSV ({error})") from None
 
 
 def _table(file: Path) -> Rows:
@@ -188,8 +188,8 @@ def _table(file: Path) -> Rows:
         raise _unreadable(file, f"it is not {ending(file)[1:]} ({first_line(error)})") from None
 
 
-def _unreadable(place: str | Path, why: str) -> DataError:
-    return DataError(f"{printable(place)} cannot be read: {why}.\n  Correct it, or leave it out.")
+def _unreadable(location: str | Path, why: str) -> DataError:
+    return DataError(f"{printable(location)} cannot be read: {why}.\n  Correct it, or leave it out.")
 
 
 def _blocks(file: Path, length: int) -> Rows:

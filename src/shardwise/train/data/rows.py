@@ -21,9 +21,9 @@ class Rows(NamedTuple):
 def joined(found: Sequence[Rows], *, has_positions: bool) -> Rows:
     """Concatenate rows, which must all have a mask or none. With ``has_positions``, rows without any get 0, 1, ..."""
     inputs = np.concatenate([rows.inputs for rows in found])
-    places = np.arange(inputs.shape[1])
+    columns = np.arange(inputs.shape[1])
     positions = [
-        np.broadcast_to(places, rows.inputs.shape) if rows.positions is None else rows.positions for rows in found
+        np.broadcast_to(columns, rows.inputs.shape) if rows.positions is None else rows.positions for rows in found
     ]
     masks = [rows.mask for rows in found if rows.mask is not None]
     return Rows(
@@ -39,10 +39,10 @@ def shifted(tokens: np.ndarray, end: int | None) -> Rows:
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if end is None:
         return Rows(inputs, targets, None)
-    places = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
-    begins = np.zeros_like(places)
-    begins[:, 1:] = np.where(inputs[:, :-1] == end, places[:, 1:], 0)
-    return Rows(inputs, targets, places - np.maximum.accumulate(begins, axis=1))
+    columns = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
+    begins = np.zeros_like(columns)
+    begins[:, 1:] = np.where(inputs[:, :-1] == end, columns[:, 1:], 0)
+    return Rows(inputs, targets, columns - np.maximum.accumulate(begins, axis=1))
 
 
 class Samples(Protocol):

@@ -86,8 +86,8 @@ _permutation = functools.lru_cache(64)(Permutation)
 
 def permuted(position: int, num_samples: int, seed: int) -> int:
     """Return the sample at a position of an endless sequence of epochs."""
-    epoch, place = divmod(position, num_samples)
-    return _permutation(num_samples, seed=seed, epoch=epoch)[place]
+    epoch, index = divmod(position, num_samples)
+    return _permutation(num_samples, seed=seed, epoch=epoch)[index]
 
 
 @dataclass(slots=True)
@@ -111,9 +111,9 @@ class Sampler:
         """Return the sample at a global position."""
         return permuted(position, self.num_samples, self.seed)
 
-    def whole_step(self) -> Iterator[int]:
+    def global_batch(self) -> Iterator[int]:
         """Return the samples of the next global batch, of all ranks."""
-        return (self.sample(place) for place in range(self.position, self.position + self.global_batch_size))
+        return (self.sample(position) for position in range(self.position, self.position + self.global_batch_size))
 
     def next_step(self) -> list[list[int]]:
         """Return this rank's samples of the next global batch, one list per microbatch, and advance past that batch."""
@@ -205,10 +205,10 @@ class DistributedSampler:
 
     def __len__(self) -> int:
         """Return the number of samples that this rank has left in this epoch."""
-        return len(self._places)
+        return len(self._positions)
 
     @property
-    def _places(self) -> range:
+    def _positions(self) -> range:
         end = self.num_samples
         if self.drop_last:
             end -= (end - self._start) % self.num_replicas
@@ -218,9 +218,9 @@ class DistributedSampler:
         """Yield this rank's samples of the epoch, from the loaded position."""
         order = Permutation(self.num_samples, seed=self.seed, epoch=self.epoch) if self.shuffle else None
         self._num_given = 0
-        for place in self._places:
+        for position in self._positions:
             self._num_given += 1
-            yield place if order is None else order[place]
+            yield position if order is None else order[position]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, and with it the order; if the epoch changes, it starts at its first sample."""
@@ -246,13 +246,13 @@ class DistributedSampler:
             ConfigError: ``consumed`` is negative, more than this sampler has given, or not the same number of samples
                 on every rank.
         """
-        places, size = self._places, self.num_replicas
-        left = len(places) * size if self.drop_last else self.num_samples - self._start
+        unread, size = self._positions, self.num_replicas
+        left = len(unread) * size if self.drop_last else self.num_samples - self._start
         num_given = self._num_given * size
         if consumed is None:
             consumed = num_given
         else:
-            is_whole = self._num_given == len(places)  # the last batch may be smaller, by an unknown number
+            is_whole = self._num_given == len(unread)  # the last batch may be smaller, by an unknown number
             if consumed < 0 or (consumed > num_given and not is_whole) or (consumed % size and consumed < left):
                 raise ConfigError(
                     f"DistributedSampler.state_dict(consumed={consumed}): expected the samples that all {size} ranks"

@@ -88,9 +88,9 @@ class Part:
             file += 1
         return out
 
-    def _unknown(self, file: int, place: int, piece: np.ndarray, vocab_size: int) -> DataError:
+    def _unknown(self, file: int, index: int, piece: np.ndarray, vocab_size: int) -> DataError:
         path = self.arrays.source.files[file] if isinstance(self.arrays, MappedFiles) else file
-        return unknown_token(path, place, piece, vocab_size)
+        return unknown_token(path, index, piece, vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ class MappedFiles(Sequence[np.ndarray]):
 class MaskedSamples:
     """Samples in which some tokens are masked and learned. The choice depends only on the seed and the sample."""
 
-    whole: Samples
+    unmasked: Samples
     seq_len: int
     mask: int  # id of masked tokens
     vocab_size: int  # replacement ids are below it
@@ -252,7 +252,7 @@ class MaskedSamples:
     @property
     def num_samples(self) -> int:
         """Number of samples."""
-        return self.whole.num_samples
+        return self.unmasked.num_samples
 
     @property
     def _num_learned(self) -> int:
@@ -264,15 +264,15 @@ class MaskedSamples:
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """Return these samples."""
-        inputs = self.whole.rows(indices).inputs.copy()
+        inputs = self.unmasked.rows(indices).inputs.copy()
         targets = np.full_like(inputs, -100)
         for row, index in enumerate(indices):
             draw = _generator(self.seed, 2, index)
-            places = draw.permutation(self.seq_len)[: self._num_learned]
-            targets[row, places] = inputs[row, places]
-            fate = draw.random(len(places))
-            inputs[row, places[fate < _HIDDEN]] = self.mask
-            other = places[(fate >= _HIDDEN) & (fate < _HIDDEN + _REPLACED)]
+            columns = draw.permutation(self.seq_len)[: self._num_learned]
+            targets[row, columns] = inputs[row, columns]
+            fate = draw.random(len(columns))
+            inputs[row, columns[fate < _HIDDEN]] = self.mask
+            other = columns[(fate >= _HIDDEN) & (fate < _HIDDEN + _REPLACED)]
             inputs[row, other] = draw.integers(0, self.vocab_size, len(other))
         return Rows(inputs, targets)
 

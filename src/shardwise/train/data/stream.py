@@ -63,16 +63,16 @@ class IterableSampler(Sampler):
 
     def next_step(self) -> list[list[int]]:
         """Read the next global batch; return this rank's items by microbatch, readable until the next call."""
-        items = {place: self._next() for place in range(self.position, self.position + self.global_batch_size)}
+        items = {number: self._next() for number in range(self.position, self.position + self.global_batch_size)}
         self._own = Sampler.next_step(self)
-        self._own_items = {place: items[place] for each in self._own for place in each}
+        self._own_items = {number: items[number] for each in self._own for number in each}
         return self._own
 
     def upcoming(self) -> Iterator[list[Draw]]:
         """Return this rank's microbatches of the step that :meth:`next_step` has read, and of the steps after it."""
         while True:
-            for places in self._own:
-                yield [(place, place) for place in places]
+            for numbers in self._own:
+                yield [(number, number) for number in numbers]
 
     def _next(self) -> Any:
         for _ in range(2):
@@ -88,9 +88,9 @@ class IterableSampler(Sampler):
                 each.set_epoch(epoch)
         self._items = iter(self.data)
 
-    def __getitem__(self, place: int) -> Any:
+    def __getitem__(self, number: int) -> Any:
         """Return an item of the current step."""
-        return self._own_items[place]
+        return self._own_items[number]
 
     def __len__(self) -> int:
         """Return more than a run uses."""
@@ -143,16 +143,17 @@ class StreamSampler(IterableSampler):
     def _open(self, taken: int) -> None:
         assert self._windows_ahead is not None
         self._begin, self._window = next(self._windows_ahead)
-        epoch, place, row = self._begin
-        self._order = Permutation(max(len(self._window), 1), seed=self.seed + 1 + place, epoch=epoch + row)
+        epoch, file_index, row = self._begin
+        self._order = Permutation(max(len(self._window), 1), seed=self.seed + 1 + file_index, epoch=epoch + row)
         self._num_taken = taken
 
     def _windows(self, begin: tuple[int, int, int]) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
         """Yield windows from ``begin`` on, each with its start, as tokens (number of samples, seq_len + 1)."""
-        (epoch, place, row), files, is_empty = begin, list(zip(self.data.files, self.data.lengths, strict=True)), False
+        (epoch, file_index, row), is_empty = begin, False
+        files = list(zip(self.data.files, self.data.lengths, strict=True))
         found: list[np.ndarray] = []
         while True:
-            file, length = files[Permutation(len(files), seed=self.seed, epoch=epoch)[place]]
+            file, length = files[Permutation(len(files), seed=self.seed, epoch=epoch)[file_index]]
             rows = itertools.islice(read_rows(replace(self.data, files=(file,), lengths=(length,))), row, None)
             while some := list(itertools.islice(rows, 8 if self.data.kind == "text" else 200)):
                 if not threading.main_thread().is_alive():
@@ -161,14 +162,14 @@ class StreamSampler(IterableSampler):
                 row += len(some)
                 if sum(map(len, found)) >= max(WINDOW_TOKENS, self.seq_len + 1):
                     yield begin, self._cut(found)
-                    begin, found, is_empty = (epoch, place, row), [], False
-            last, (epoch, place), row = epoch, divmod(epoch * len(files) + place + 1, len(files)), 0
+                    begin, found, is_empty = (epoch, file_index, row), [], False
+            last, (epoch, file_index), row = epoch, divmod(epoch * len(files) + file_index + 1, len(files)), 0
             if epoch > last:
                 window = self._cut(found)
                 if is_empty and not len(window):
                     raise DataError(f"{self.data.name}: no whole sample.\n  Use a smaller data.seq_len, or more text.")
                 yield begin, window
-                begin, found, is_empty = (epoch, place, row), [], True
+                begin, found, is_empty = (epoch, file_index, row), [], True
 
     def _cut(self, found: Sequence[np.ndarray]) -> np.ndarray:
         tokens = np.concatenate([np.zeros(0, np.int64), *found])
@@ -184,9 +185,9 @@ class StreamSampler(IterableSampler):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, on any number of ranks; reads the window again."""
         Sampler.load_state(self, state)
-        epoch, place, row, taken = (natural(state, key) for key in ("epoch", "place", "row", "taken"))
-        if place < len(self.data.files):
-            self._windows_ahead = _prefetch(self._windows((epoch, place, row)))
+        epoch, file_index, row, taken = (natural(state, key) for key in ("epoch", "place", "row", "taken"))
+        if file_index < len(self.data.files):
+            self._windows_ahead = _prefetch(self._windows((epoch, file_index, row)))
             self._open(taken)
         if taken > len(self._window):
             raise CheckpointError(f"the checkpoint's sampler has no such place: {state}.\n  Resume from another one.")

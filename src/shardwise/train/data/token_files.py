@@ -158,9 +158,9 @@ def check_tokens(path: Path, vocab_size: int, *, num_bytes: int | None = None) -
 
 def unknown_token(path: Path | int, start: int, chunk: np.ndarray, vocab_size: int) -> DataError:
     """Return the error for a file's tokens from ``start`` on, one of which is not below ``vocab_size``."""
-    place = int(np.argmax(chunk >= vocab_size))
+    index = int(np.argmax(chunk >= vocab_size))
     return DataError(
-        f"{path}: token {start + place:,} is {int(chunk[place])}, but the vocabulary has {vocab_size:,} ids.\n"
+        f"{path}: token {start + index:,} is {int(chunk[index])}, but the vocabulary has {vocab_size:,} ids.\n"
         "  Use a model whose vocab_size covers the file, or tokenize the text again."
     )
 

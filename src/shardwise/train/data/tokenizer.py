@@ -56,7 +56,7 @@ def byte_tokenizer() -> Any:
     # GPT-2 writes a byte as the character of this number if it is visible, else as a character from 256 on, in order.
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(BYTE_VOCAB) if byte not in visible]
-    vocab = {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    vocab = {chr(byte): byte for byte in visible} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
     tokenizer = FastTokenizer(models.BPE(vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -164,14 +164,14 @@ def _shared_out(mean: Tensor, batch: TokenBatch) -> Tensor:
 
 def _call_for_loss(model: nn.Module, batch: TokenBatch) -> Any:
     """Call the model so that it computes the loss inside its forward."""
-    places = {"attention_mask": batch.mask, "position_ids": batch.positions}
+    arguments = {"attention_mask": batch.mask, "position_ids": batch.positions}
     return model(
         input_ids=batch.inputs,
         labels=batch.targets,
         shift_labels=batch.targets,
         num_items_in_batch=batch.num_targets,
         use_cache=False,
-        **{name: value for name, value in places.items() if value is not None},
+        **{name: value for name, value in arguments.items() if value is not None},
     )
 
 

@@ -65,7 +65,7 @@ def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = T
 def _last_parts(path: str) -> list[str]:
     """The full name and its ends: ``a.b.c``, ``b.c`` and ``c``."""
     parts = path.split(".")
-    return [".".join(parts[place:]) for place in range(len(parts))]
+    return [".".join(parts[index:]) for index in range(len(parts))]
 
 
 #: Number and size of the blocks of each base file, evenly spaced, that are hashed.

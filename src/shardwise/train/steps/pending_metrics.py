@@ -156,18 +156,18 @@ class PendingMetrics:
         self._has_read = True
         pace_s = rows[0][0] / max(len(steps), 1)  # rank 0's time, so that all ranks use the same number
         self._max_pending = max(1, math.floor(LONGEST_PENDING_S / pace_s)) if pace_s > 0 else self.every
-        found, place = [], 5
+        found, column = [], 5
         for step, of_step in zip(steps, names, strict=True):
-            losses = {rank: row[place] / step.num_losses for rank, row in enumerate(rows) if row[place + 2]}
-            norms = [row[place + 1] for row in rows]  # equal, unless a rank's memory is corrupted
+            losses = {rank: row[column] / step.num_losses for rank, row in enumerate(rows) if row[column + 2]}
+            norms = [row[column + 1] for row in rows]  # equal, unless a rank's memory is corrupted
             norm = next((each for each in norms if not math.isfinite(each)), norms[self.control.rank])
             norm = None if step.norm is None else norm
-            place += 3
+            column += 3
             values = {}
             for name in of_step:
-                total, count = (sum(row[place + which] for row in rows) for which in (0, 1))
+                total, count = (sum(row[column + which] for row in rows) for which in (0, 1))
                 values[name] = total / count if count else math.nan
-                place += 2
+                column += 2
             found.append(ReadStep(losses, norm, step, values))
         return found
 
