@@ -51,7 +51,7 @@ def train(plan: sw.ParallelPlan, scaler: torch.amp.GradScaler) -> tuple[list[flo
         scaler.update()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert {group.facts.held_as for group in engine_of(model, "test").groups} == {None, "int8"}
+    assert {group.facts.stored_as for group in engine_of(model, "test").groups} == {None, "int8"}
     return losses, kinds, sw.full_state_dict(model)
 
 

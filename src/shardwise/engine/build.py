@@ -100,7 +100,7 @@ def make_unit(
         # Frozen parameters never change. Where the strategy replicates parameters, nothing needs to be sent for them.
         group_placements = placements if kind.is_trainable or placements.shards_parameters else PRESETS["ddp"]
         dtype, compute_dtype, reduce_dtype = map(dtype_name, kind.dtypes)
-        held_as, sent_as, reduced_as = options.quantization.forms(
+        stored_as, gathered_as, reduced_as = options.quantization.forms(
             frozen_as=kind.frozen_as,
             is_float=kind.dtypes[0].is_floating_point,
             compute_dtype=compute_dtype,
@@ -113,7 +113,7 @@ def make_unit(
         in_blocks = kind.dtypes[0].is_floating_point and kind.frozen_as == "none"
         quantization = options.quantization if in_blocks else NO_QUANTIZATION
         packed_in = {kind.frozen_as, quantization.gather, quantization.reduce} - {"none"}
-        is_cut = group_placements.shards_optimizer and held_as is None  # frozen weights have no optimizer
+        is_cut = group_placements.shards_optimizer and stored_as is None  # frozen weights have no optimizer
         layout = GroupLayout.build(
             [_spec(entry, dtype) for entry in entries],
             over.gather.size,
@@ -131,20 +131,20 @@ def make_unit(
             is_trainable=kind.is_trainable,
             compute_dtype=compute_dtype,
             reduce_dtype=reduce_dtype,
-            held_as=held_as,
-            sent_as=sent_as,
+            stored_as=stored_as,
+            gathered_as=gathered_as,
             reduced_as=reduced_as,
             inner_size=unit.inner_size or 0,
             is_offloaded=is_offloaded,
             keeps_shard=is_offloaded
-            and held_as is None
+            and stored_as is None
             and offload is not None
             and offload.keeps_shard(group_placements),
             ep=1 if over is comms or comms.ep is None else comms.ep.size,
             # The loss is a mean over all ranks. Experts receive the gradients of tokens from all ranks of ep, so their
             # sums over fewer ranks are divided by the same number as other sums.
             num_ranks=comms.num_ranks,
-            holds_part=is_part or (group_placements.shards_optimizer and layout.size > 1),
+            has_part_grads=is_part or (group_placements.shards_optimizer and layout.size > 1),
             num_ahead=max(options.prefetch),
         )
         shards = [entry.parameter for entry in entries]

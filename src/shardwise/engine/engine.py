@@ -377,7 +377,7 @@ class Engine:
         if unit.state is not State.UNSHARDING:
             self._issue_gather(unit)
         # Packed gathers share one buffer, so only one can be under way.
-        if ahead is not None and not any(group.facts.sent_as for group in unit.groups):
+        if ahead is not None and not any(group.facts.gathered_as for group in unit.groups):
             self._prefetch(unit, ahead)
         self.wait(unit)
 
@@ -442,7 +442,7 @@ class Engine:
         """
         for index in units_in(self.orders.forward):
             unit = self.units[index]
-            is_packed = any(group.facts.sent_as for group in unit.groups)
+            is_packed = any(group.facts.gathered_as for group in unit.groups)
             if unit.ahead[0] and not is_packed and unit.state is State.SHARDED and not self._is_current(unit):
                 self._issue_gather(unit)
 

@@ -165,7 +165,7 @@ class GradientStorage:
         else:
             self.tensor = self.full.memory[gradient.layout.slice_of(group.rank)]
         self.plain = self.views = group.views_in(self.tensor)
-        if group.facts.holds_part:
+        if group.facts.has_part_grads:
             self.views = [self.as_part(view, shard) for view, shard in zip(self.plain, group.shards, strict=True)]
         self._holders = self._count_holders()
         return self.tensor

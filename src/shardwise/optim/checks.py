@@ -180,7 +180,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 def _refuse_parts(optimizer: torch.optim.Optimizer) -> None:
     """Refuse ``optimizer.state_dict()`` if it would return the state of one rank's parts."""
     parameters = (p for settings in optimizer.param_groups for p in settings["params"])
-    if any((owner := group_of(parameter)) is not None and owner.facts.holds_part for parameter in parameters):
+    if any((owner := group_of(parameter)) is not None and owner.facts.has_part_grads for parameter in parameters):
         raise StateError(
             f"{type(optimizer).__name__}.state_dict() would give this rank's part of the optimizer's state: the model"
             " is parallelized.\n"

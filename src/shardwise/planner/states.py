@@ -329,10 +329,10 @@ def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool, 
     placements = rules.placements if is_trainable or rules.placements.shards_parameters else PRESETS["ddp"]
     offload, reshards = rules.offload, rules.reshards and (unit > 0 or rules.inner_size > 0)
     is_offloaded = offload is not None and offload.covers(placements, is_trainable=is_trainable)
-    held_as, sent_as, reduced_as = rules.quantization.forms(
+    stored_as, gathered_as, reduced_as = rules.quantization.forms(
         frozen_as=frozen_as, is_float=True, compute_dtype=rules.compute_dtype, is_sharded=placements.shards_optimizer
     )
-    packed_in = {held_as, sent_as, reduced_as} - {None}
+    packed_in = {stored_as, gathered_as, reduced_as} - {None}
     # One tensor represents all: tensors of multiples of 64 elements have no padding between them.
     spec = ParamSpec("all", (numel,), master, is_trainable)
     layout = GroupLayout.build(
@@ -349,13 +349,13 @@ def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool, 
         is_trainable=is_trainable,
         compute_dtype=rules.compute_dtype,
         reduce_dtype=rules.reduce_dtype,
-        held_as=held_as,
-        sent_as=sent_as,
+        stored_as=stored_as,
+        gathered_as=gathered_as,
         reduced_as=reduced_as,
         inner_size=rules.inner_size if reshards else 0,
         updates_in_backward=rules.in_backward and is_trainable and not is_offloaded,
         is_offloaded=is_offloaded,
-        keeps_shard=is_offloaded and held_as is None and offload is not None and offload.keeps_shard(placements),
+        keeps_shard=is_offloaded and stored_as is None and offload is not None and offload.keeps_shard(placements),
         ep=ep,
         num_ahead=max(rules.prefetch),
     )

@@ -40,8 +40,8 @@ class GroupFacts:
         is_trainable: Whether gradients are reduced.
         compute_dtype: Dtype of the gathered buffer; ``None``: the master's.
         reduce_dtype: Dtype of gradient buffers and sums; ``None``: the master's.
-        held_as: Form in which a frozen master is stored (``spec.quantize``); ``None``: its own dtype.
-        sent_as: Form in which the group is gathered; ``None``: the compute dtype.
+        stored_as: Form in which a frozen master is stored (``spec.quantize``); ``None``: its own dtype.
+        gathered_as: Form in which the group is gathered; ``None``: the compute dtype.
         reduced_as: Form in which gradients are sent; ``None``: the reduce dtype.
         flat_kinds: Weight-decay group of each parameter, if the optimizer updates flat runs of parameters
             (``spec.layout``).
@@ -52,8 +52,8 @@ class GroupFacts:
         keeps_shard: For an offloaded group, whether the device keeps its shard in the compute dtype.
         ep: Ranks with different experts: every ``ep``-th rank of ``dp_shard`` shares the group. 1: no experts.
         num_ranks: Ranks over whose batches gradients are averaged.
-        holds_part: Whether this rank's gradients are only a part of the model's, because other ranks have other slices
-            or other parameters.
+        has_part_grads: Whether this rank's gradients are only a part of the model's, because other ranks have different
+            slices or parameters.
         num_ahead: Most units that are gathered ahead of their turn.
     """
 
@@ -65,8 +65,8 @@ class GroupFacts:
     is_trainable: bool
     compute_dtype: str | None = None
     reduce_dtype: str | None = None
-    held_as: str | None = None
-    sent_as: str | None = None
+    stored_as: str | None = None
+    gathered_as: str | None = None
     reduced_as: str | None = None
     flat_kinds: tuple[int | None, ...] | None = None
     recomputed_in: str | None = None
@@ -76,7 +76,7 @@ class GroupFacts:
     keeps_shard: bool = False
     ep: int = 1
     num_ranks: int = 1
-    holds_part: bool = False
+    has_part_grads: bool = False
     num_ahead: int = 1
 
     def place(self, rank: int) -> int:
@@ -116,17 +116,17 @@ class GroupFacts:
     @property
     def is_cast(self) -> bool:
         """Whether the gathered values differ from the master's: another dtype, or quantized for the gather."""
-        return self.compute_dtype not in {None, self.master_dtype} or self.sent_as is not None
+        return self.compute_dtype not in {None, self.master_dtype} or self.gathered_as is not None
 
     @property
     def has_separate_master(self) -> bool:
         """Whether the master can never be part of the gathered buffer: another dtype or form, or on the host."""
-        return self.is_cast or self.is_offloaded or self.held_as is not None
+        return self.is_cast or self.is_offloaded or self.stored_as is not None
 
     @property
     def is_resident(self) -> bool:
         """Whether parameters are replicated and never released."""
-        return not self.placements.shards_parameters and self.held_as is None
+        return not self.placements.shards_parameters and self.stored_as is None
 
     def master_numel(self, rank: int) -> int:
         """Elements of the master, padding included."""
@@ -135,22 +135,22 @@ class GroupFacts:
     def master_bytes(self, rank: int) -> int:
         """Bytes of the master; 0 where it is part of the replica."""
         numel = self.master_numel(rank)
-        if self.held_as is not None:
-            return packed_bytes(numel, self.held_as, self.master_dtype)
+        if self.stored_as is not None:
+            return packed_bytes(numel, self.stored_as, self.master_dtype)
         return self.item_bytes * numel if self.placements.shards_parameters or self.is_cast or self.is_offloaded else 0
 
     def replica_bytes(self, rank: int) -> int:
         """Bytes of the replica of replicated parameters, or of the device's shard if the master is offloaded."""
         if self.is_resident:
             return self.gather_item_bytes * self.layout.numel
-        kept = self.item_bytes if self.sent_as is not None else self.gather_item_bytes
+        kept = self.item_bytes if self.gathered_as is not None else self.gather_item_bytes
         return kept * self.layout.slice_numel(rank) if self.keeps_shard else 0
 
     @property
     def needs_stage(self) -> bool:
         """Whether the host's master needs a buffer on the device before it is cast or packed there."""
-        is_packed = self.keeps_shard and self.sent_as is not None  # packed from the device's shard
-        return self.is_offloaded and self.held_as is None and self.is_cast and not is_packed
+        is_packed = self.keeps_shard and self.gathered_as is not None  # packed from the device's shard
+        return self.is_offloaded and self.stored_as is None and self.is_cast and not is_packed
 
     def grad_bytes(self, rank: int) -> int:
         """Bytes of the memory of ``.grad``; 0 if it is part of the buffer that is reduced."""
@@ -167,8 +167,8 @@ class GroupFacts:
     def slice_bytes(self, rank: int) -> int:
         """Bytes of a rank's slice in the form in which it is gathered."""
         numel = self.layout.slice_numel(rank)
-        if self.sent_as is not None:
-            return packed_bytes(numel, self.sent_as, self.master_dtype)
+        if self.gathered_as is not None:
+            return packed_bytes(numel, self.gathered_as, self.master_dtype)
         return numel * self.gather_item_bytes
 
     @cached_property

@@ -85,7 +85,7 @@ class Shard:
         self.start, self.stop = piece.start, piece.stop
         self.shape, self.stride = spec.shape, spec.stride
         self._cuts = spec.slice
-        self.held_as = group.facts.held_as
+        self.held_as = group.facts.stored_as
 
     @property
     def numel(self) -> int:

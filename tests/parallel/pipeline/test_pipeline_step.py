@@ -84,7 +84,7 @@ def test_what_a_plan_names_concerns_the_rank_that_holds_it_and_no_other(named):
 def test_a_stage_without_frozen_weights_takes_a_plan_for_frozen_weights(fields):
     found = [
         [
-            group.facts.held_as or group.facts.is_offloaded
+            group.facts.stored_as or group.facts.is_offloaded
             for unit in engine_of(model, "test").units
             for group in unit.groups
         ]

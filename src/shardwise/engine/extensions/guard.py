@@ -100,7 +100,7 @@ def _guard_shards(engine: Engine) -> None:
                 continue
             is_trained = shard.requires_grad
             shard.requires_grad_()  # torch refuses hooks on a frozen parameter, which may be trained later
-            if group.facts.holds_part:
+            if group.facts.has_part_grads:
                 hook = _refuse_on_shard(weakref.ref(group), index)
             else:
                 hook = _UseOutside(group, index)

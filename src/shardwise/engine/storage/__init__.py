@@ -17,9 +17,9 @@ from shardwise.spec.policies import OffloadPolicy
 def form_of(facts: GroupFacts, offload: OffloadPolicy | None) -> Form:
     """Make the form of a group; ``offload`` is the policy of its unit, ``None``: nothing is stored on the host."""
     form = Form()
-    if facts.held_as is not None:
+    if facts.stored_as is not None:
         form = Frozen()
-    elif facts.sent_as is not None or facts.reduced_as is not None:
+    elif facts.gathered_as is not None or facts.reduced_as is not None:
         form = Packed()
     if facts.is_offloaded and offload is not None:
         form = OnHost(form, offload)

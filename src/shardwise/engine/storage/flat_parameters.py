@@ -216,7 +216,7 @@ class FlatParameter(Uncopyable, nn.Parameter):
 
         def views_in() -> tuple[Tensor, Tensor, list[Tensor]]:
             flat = memory[self.span.start : self.span.stop]
-            flat = storage.as_part(flat, None) if group.facts.holds_part else flat
+            flat = storage.as_part(flat, None) if group.facts.has_part_grads else flat
             return memory, flat, [views[piece.index] for piece in self.span.pieces]
 
         self._memory_and_views = storage.add_view(views_in)

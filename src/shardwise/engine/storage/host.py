@@ -84,12 +84,12 @@ class OnHost(Around):
     def make_master(self, group: Group) -> Tensor:
         """Allocate and fill the master on the host, and allocate the device's copy if the policy keeps one."""
         facts = group.facts
-        if facts.held_as is not None:
+        if facts.stored_as is not None:
             packed = self.inner.make_master(group)
             return host_zeros(packed.numel(), packed.dtype, group.device, pins=self.policy.pin_memory).copy_(packed)
         if facts.keeps_shard:
             # Packing needs the master's full precision.
-            dtype = group.dtype if facts.sent_as is not None else group.compute_dtype
+            dtype = group.dtype if facts.gathered_as is not None else group.compute_dtype
             self.resident = torch.zeros(group.master_numel, dtype=dtype, device=group.device)
         return group.fill(self.zeros(group, group.master_numel))
 

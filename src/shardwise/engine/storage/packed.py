@@ -35,7 +35,7 @@ class Packed(Form):
         """Announce the sizes of the packed buffers."""
         if not group.layout.params:
             return
-        if group.facts.sent_as is not None:
+        if group.facts.gathered_as is not None:
             self._gathered = packed_pool(engine, "gather")
             self._gathered.reserve(_gathered_cuts(group)[-1])
         if group.facts.reduced_as is not None:
@@ -50,7 +50,7 @@ class Packed(Form):
             All-gather of bytes; every rank sends its packed slice to every other rank. All ranks must call in the same
             order.
         """
-        form = group.facts.sent_as
+        form = group.facts.gathered_as
         if form is None:
             return super().gather_from(group, master)
         return self._gather_packed(group, lambda own: pack(master, own, form))
@@ -67,7 +67,7 @@ class Packed(Form):
         def unpack_all() -> None:
             places = zip(itertools.pairwise(cuts), itertools.pairwise(group.layout.cuts), strict=True)
             for (start, stop), (first, last) in places:
-                unpack(buffer[start:stop], group.gathered[first:last], group.facts.sent_as or "none", group.dtype)
+                unpack(buffer[start:stop], group.gathered[first:last], group.facts.gathered_as or "none", group.dtype)
             self._gathered.release(buffer)
 
         return _HandleThen(handle, unpack_all)
@@ -143,14 +143,14 @@ class Frozen(Packed):
         if not group.placements.shards_optimizer:
             unpack(master, group.gathered, _stored_form(group), group.dtype)
             return Done()
-        if group.facts.sent_as is None:
+        if group.facts.gathered_as is None:
             group.own_slice.copy_(self.elements(group), non_blocking=True)
             return group.comms.gather.all_gather(group.gathered, unit=group.unit.name, cuts=group.layout.uneven_cuts)
         return self._gather_packed(group, lambda own: own.copy_(master, non_blocking=True))
 
 
 def _stored_form(group: Group) -> str:
-    form = group.facts.held_as
+    form = group.facts.stored_as
     assert form is not None
     return form
 
@@ -175,7 +175,7 @@ def is_quantizable(parameter: nn.Parameter, uses: Iterable[Use], form: str) -> b
 
 def _gathered_cuts(group: Group) -> tuple[int, ...]:
     """The first byte of each rank's slice in a packed gather, and the end of the last slice."""
-    return packed_cuts(group.layout.cuts, group.facts.sent_as or "none", dtype_name(group.dtype))
+    return packed_cuts(group.layout.cuts, group.facts.gathered_as or "none", dtype_name(group.dtype))
 
 
 def _reduced_cuts(group: Group) -> tuple[int, ...]:

@@ -112,7 +112,7 @@ class _StandIns:
             shard.grad = before.zero_()
         elif group.gradient.has_collected(index):
             zeros = torch.zeros_like(shard)
-            shard.grad = group.gradient.storage.as_part(zeros, shard) if group.facts.holds_part else zeros
+            shard.grad = group.gradient.storage.as_part(zeros, shard) if group.facts.has_part_grads else zeros
         else:
             shard.grad = None
 

@@ -236,7 +236,7 @@ def packed_buffer_bytes(groups: Sequence[GroupFacts]) -> int:
     largest: dict[int, int] = {}
     counts: Counter[tuple[int, int]] = Counter()
     for group in groups:
-        if group.sent_as is None or not group.placements.shards_optimizer:
+        if group.gathered_as is None or not group.placements.shards_optimizer:
             continue
         num_bytes = sum(group.slice_bytes(rank) for rank in range(group.layout.size))
         key = size_class(num_bytes)

@@ -149,9 +149,9 @@ def _pairs(target: nn.Module, source: nn.Module) -> list[tuple[_Parameter, _Para
                 f"{_CALL}: {into.name!r} has {shapes} in target and source on this rank.\n"
                 "  Pass modules of one architecture; under tp give both the same tp_plan."
             )
-        if into.group is not None and into.group.facts.held_as is not None:
+        if into.group is not None and into.group.facts.stored_as is not None:
             raise StateError(
-                f"{_CALL}: {into.name!r} is held as {into.group.facts.held_as}, which loses small changes.\n"
+                f"{_CALL}: {into.name!r} is held as {into.group.facts.stored_as}, which loses small changes.\n"
                 "  Leave quantize_frozen out of the plan."
             )
         if not into.parameter.is_floating_point():
