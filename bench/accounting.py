@@ -47,8 +47,8 @@ class StateBytes:
         experts = root.experts + sum(count * unit.experts for count, _, unit in merged)
         dense = self.of(rules.placements, rules.shard_size)
         routed = self.of(rules.placements, max(rules.shard_size // rules.ep, 1))
-        held = [int((every - experts) * a + experts * b) for a, b in zip(dense, routed, strict=True)]
-        footprint = Footprint(parameters=held[0], gradients=held[1], optimizer=held[2])
+        num_bytes = [int((every - experts) * a + experts * b) for a, b in zip(dense, routed, strict=True)]
+        footprint = Footprint(parameters=num_bytes[0], gradients=num_bytes[1], optimizer=num_bytes[2])
         units = tuple(_nothing(count, blocks) for count, blocks, _ in merged)
         return States(footprint, _nothing(1, 0), units), self.update / self.optimizer * footprint.optimizer
 
@@ -80,12 +80,12 @@ def _filled(chain: Chain, num_stages: int) -> tuple[tuple[int, ...], ...]:
     """Blocks by nanotron's rule: a stage takes them until the cost of all so far exceeds its share of the whole."""
     costs = [cost for count, cost in zip(chain.counts, chain.costs, strict=True) for _ in range(count)]
     share = (sum(costs) + chain.head_cost) / num_stages
-    held, done, stage = [0] * num_stages, 0, 0
+    counts, done, stage = [0] * num_stages, 0, 0
     for cost in costs:
-        held[stage] += 1
+        counts[stage] += 1
         done += cost
         stage += done > share * (stage + 1)
-    return tuple((count,) for count in held)  # its models have one kind of block
+    return tuple((count,) for count in counts)  # its models have one kind of block
 
 
 NANOTRON = Accounting(

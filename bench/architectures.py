@@ -167,7 +167,7 @@ def main() -> None:
     for (kind, plan), results in found.items():
         skipped = {result: names for result, names in results.items() if result.startswith("not run")}
         others = {result: names for result, names in results.items() if result not in {"bitwise", *skipped}}
-        counts = [sum(map(len, held.values())) for held in (others, skipped)]
+        counts = [sum(map(len, each.values())) for each in (others, skipped)]
         lines.append(f"| {kind} | {plan} | {len(results['bitwise'])} | {counts[0]} | {counts[1]} |")
         shown = others if plan != "zero3" else others | skipped
         details += [f"- {kind}, {plan}: {', '.join(f'`{name}`' for name in names)}: {r}" for r, names in shown.items()]

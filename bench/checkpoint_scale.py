@@ -123,10 +123,10 @@ class Opened:
         folders.open_for_reading, folders.read_at = self._open, self._read
 
 
-def save(folder: Path, watch: Watch, held: Callable[[int], list[Extent]], ranks: int, step: int) -> None:
+def save(folder: Path, watch: Watch, extents_of: Callable[[int], list[Extent]], ranks: int, step: int) -> None:
     """Every part of a save on every rank."""
     save_id = secrets.token_hex(8)
-    reports = [watch.time("a rank: report", lambda rank=rank: encode_ranges(held(rank))) for rank in range(ranks)]
+    reports = [watch.time("a rank: report", lambda rank=rank: encode_ranges(extents_of(rank))) for rank in range(ranks)]
     combined = watch.time("rank 0: combine", lambda: Combined(enumerate(reports)))
     assert not combined.problems, combined.problems[:3]
     columns, slices = combined.table.columns(), list(combined.slice_numbers())
@@ -137,7 +137,7 @@ def save(folder: Path, watch: Watch, held: Callable[[int], list[Extent]], ranks:
     def write(rank: int, into: int) -> dict[str, Any]:
         content = {
             Piece(each.name, each.dtype, each.start, each.stop, number): torch.full((each.numel,), float(rank))
-            for each, number in zip(held(rank), slices[rank], strict=True)
+            for each, number in zip(extents_of(rank), slices[rank], strict=True)
         }
         plan = layout(save_id=save_id, run_id="bench", step=step, rank=rank, pieces=content)
         return {"bytes": plan.file_bytes, "hash": write_shard(into, shard_name(save_id, rank), plan, content)}
@@ -162,11 +162,11 @@ def load(folder: Path, watch: Watch, wanted: Callable[[int], list[Extent]], rank
 
 def measure(kind: str, ranks: int, units: int, folder: Path) -> dict[str, Any]:
     """One kind: seconds of each part, memory, sizes and what listing reads."""
-    watch, held = Watch(), divided(kind, ranks, units)
+    watch, extents_of = Watch(), divided(kind, ranks, units)
     root = folder / kind
     first = root / "checkpoints" / "step-00000001"
-    save(first, watch, held, ranks, 1)
-    wanted = held if kind == "cut" else lambda rank: [_shifted(each) for each in held(rank)]
+    save(first, watch, extents_of, ranks, 1)
+    wanted = extents_of if kind == "cut" else lambda rank: [_shifted(each) for each in extents_of(rank)]
     num_files = [load(first, watch, wanted, rank) for rank in (0, ranks // 2)]
     found: dict[str, Any] = {
         "pieces": ranks * units * len(NAMES),
@@ -206,7 +206,7 @@ def manifests(num_entries: int) -> Iterator[tuple[str, bytes]]:
     ranks = num_entries // 10
     marks = {f"w{i}": [0, *(3 * r + numbers.randint(0, 2) for r in range(1, ranks)), 3 * ranks] for i in range(10)}
     pieces = [
-        [Extent(name, (3 * ranks,), "fp32", *held[rank : rank + 2]) for name, held in marks.items()]
+        [Extent(name, (3 * ranks,), "fp32", *offsets[rank : rank + 2]) for name, offsets in marks.items()]
         for rank in range(ranks)
     ]
     yield "pieces of 10 tensors", _manifest(pieces)
@@ -223,12 +223,12 @@ def _content(ranks: int) -> dict[str, Any]:
     return {"save_id": "0" * 16, "run_id": "bench", "step": 1, "world_size": ranks, "data": {}, "frozen": None}
 
 
-def _manifest(held: list[list[Extent]]) -> bytes:
-    combined = Combined((rank, encode_ranges(extents)) for rank, extents in enumerate(held))
+def _manifest(by_rank: list[list[Extent]]) -> bytes:
+    combined = Combined((rank, encode_ranges(extents)) for rank, extents in enumerate(by_rank))
     assert not combined.problems, combined.problems[:3]
-    files = {"bytes": [1] * len(held), "hash": [secrets.token_hex(16) for _ in held]}
+    files = {"bytes": [1] * len(by_rank), "hash": [secrets.token_hex(16) for _ in by_rank]}
     head = {"format": "shardwise-checkpoint", "format_version": 5}
-    return with_checksum(head | _content(len(held)) | {"files": files, **combined.table.columns()})
+    return with_checksum(head | _content(len(by_rank)) | {"files": files, **combined.table.columns()})
 
 
 def read_manifests(sizes: tuple[int, ...] = (100_000, 200_000, 400_000)) -> dict[str, dict[int, float]]:
@@ -267,14 +267,14 @@ def main() -> None:
                     stdout=subprocess.PIPE,
                     env=os.environ | {"OMP_NUM_THREADS": "1"},
                 )
-                told(kind, json.loads(done.stdout))
+                print_report(kind, json.loads(done.stdout))
     if "manifests" in args.parts:
         for kind, times in read_manifests().items():
             shown = ", ".join(f"{value:.2f}" for value in times.values())
             print(f"| {kind} | {shown} | {'yes' if max(times.values()) <= MOST_US else 'no'} |", flush=True)
 
 
-def told(kind: str, found: dict[str, Any]) -> None:
+def print_report(kind: str, found: dict[str, Any]) -> None:
     """Print what was measured beside its limits."""
     size, whole = found["manifest bytes"] / 1e6, found["bytes"] / 1e6
     print(f"{kind}: {found['pieces']} pieces, manifest {size:.2f} MB, all files {whole:.0f} MB")

@@ -99,14 +99,14 @@ def live(case: str) -> Live:
 
 
 def _merged(case: str, world: int, name: str, ranks: list[dict[str, Any]]) -> Count:
-    held = [each["peak_tensor_bytes"] / (sum(each["predicted"].values()) + each["activation_bytes"]) for each in ranks]
+    share = [each["peak_tensor_bytes"] / (sum(each["predicted"].values()) + each["activation_bytes"]) for each in ranks]
     sent = [_sent(each["collectives"]) / _sent(each["predicted_collectives"]) for each in ranks]
     return Count(
         case,
         world,
         name,
         max(each["peak_tensor_bytes"] for each in ranks),
-        (min(held), max(held)),
+        (min(share), max(share)),
         max(_sent(each["collectives"]) for each in ranks),
         (min(sent), max(sent)),
         all(each["trace_is_predicted"] for each in ranks),
@@ -160,12 +160,12 @@ def tables(counts: list[Count]) -> str:
     )
     lines += [f"| {' | '.join(header)} |", "| --- | ---: | --- | ---: | ---: | ---: | ---: | --- |"]
     for each in counts:
-        held, sent = (
+        ratio, sent = (
             "1 exactly" if low == high == 1 else f"{low:.4f} to {high:.4f}"
             for low, high in (each.held_ratios, each.sent_ratios)
         )
         lines.append(
-            f"| {each.case} | {each.world} | {each.strategy} | {each.held_bytes / 1e6:,.1f} MB | {held} "
+            f"| {each.case} | {each.world} | {each.strategy} | {each.held_bytes / 1e6:,.1f} MB | {ratio} "
             f"| {each.sent_bytes / 1e6:,.1f} MB | {sent} | {'as predicted' if each.trace_is_predicted else 'DIFFERS'} |"
         )
     return "\n".join(lines) + "\n"

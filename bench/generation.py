@@ -138,9 +138,9 @@ def profiled(run: Generate, prompts: list[list[int]], count: int) -> str:
 
 def launch(size: int, folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Run this file's :func:`work` on ``size`` processes."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", f"--master-port={port}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     command += ["-m", "bench.generation", "--work", str(folder), *arguments]
@@ -167,15 +167,15 @@ def by_length(times: dict[str, dict[str, list[float]]], num_tokens: int) -> list
 
 def table(found: dict[int, dict[str, Any]], num_tokens: int) -> str:
     """The results as text."""
-    times = {name: held for each in found.values() for name, held in each["times"].items()}
-    tokens = {name: held for each in found.values() for name, held in each["tokens"].items()}
+    times = {name: measured for each in found.values() for name, measured in each["times"].items()}
+    tokens = {name: measured for each in found.values() for name, measured in each["tokens"].items()}
     lines = [
         "| engine | latency, ms per token (1 row) | throughput, tokens/s (8 rows) | greedy tokens |",
         "|---|---|---|---|",
     ]
-    for name, held in times.items():
-        latency = 1e3 * statistics.median(held["latency"]) / num_tokens
-        throughput = BATCH * num_tokens / statistics.median(held["throughput"])
+    for name, measured in times.items():
+        latency = 1e3 * statistics.median(measured["latency"]) / num_tokens
+        throughput = BATCH * num_tokens / statistics.median(measured["throughput"])
         is_same = all(tokens[ONE][case] == rows for case, rows in tokens[name].items())
         are_same = "those of one process" if is_same else "differ"
         lines.append(f"| {name} | {latency:.2f} | {throughput:.0f} | {are_same} |")

@@ -36,25 +36,25 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints on disk")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    draw, period = random.Random(asked.seed), 10 * asked.every  # noqa: S311  which rank is killed, and when
-    struck = [draw.randint(first + 1, first + period) for first in range(0, asked.steps - period + 1, period)]
-    struck = [step for step in struck if step < asked.steps]
+    options = parser.parse_args()
+    draw, period = random.Random(options.seed), 10 * options.every  # noqa: S311  which rank is killed, and when
+    struck = [draw.randint(first + 1, first + period) for first in range(0, options.steps - period + 1, period)]
+    struck = [step for step in struck if step < options.steps]
     faults = ";".join(
-        f"after_step@rank={draw.randrange(asked.nproc)}@step={step}@attempt={attempt}:kill"
+        f"after_step@rank={draw.randrange(options.nproc)}@step={step}@attempt={attempt}:kill"
         for attempt, step in enumerate(struck)
     )
     with tempfile.TemporaryDirectory() as folder:
-        calm_s, _ = _run(Path(folder), "calm", asked, "", 0)
-        struck_s, out = _run(Path(folder), "struck", asked, faults, len(struck))
+        calm_s, _ = _run(Path(folder), "calm", options, "", 0)
+        struck_s, out = _run(Path(folder), "struck", options, faults, len(struck))
     resumed = [int(step) for step in re.findall(r"resumed at step (\d+)", out)]
     resumed = [0] * (len(struck) - len(resumed)) + resumed
     lost = sum(step - again for step, again in zip(struck, resumed, strict=True))
-    made = asked.steps + lost
+    made = options.steps + lost
     print(
-        f"{asked.steps} steps, a checkpoint every {asked.every}, {len(struck)} kills\n"
+        f"{options.steps} steps, a checkpoint every {options.every}, {len(struck)} kills\n"
         f"killed at steps {struck}, resumed at {resumed}\n"
-        f"steps that count over steps made: {asked.steps} / {made} = {asked.steps / made:.1%}\n"
+        f"steps that count over steps made: {options.steps} / {made} = {options.steps / made:.1%}\n"
         f"restarts used: {out.count('shardwise: restart ')}\n"
         f"time without faults over time with them: {calm_s:.1f} s / {struck_s:.1f} s = {calm_s / struck_s:.1%},"
         f" {(struck_s - calm_s) / max(len(struck), 1):.1f} s a fault"
@@ -62,15 +62,15 @@ def main() -> int:
     return 0
 
 
-def _run(folder: Path, name: str, asked: argparse.Namespace, faults: str, restarts: int) -> tuple[float, str]:
+def _run(folder: Path, name: str, options: argparse.Namespace, faults: str, restarts: int) -> tuple[float, str]:
     config = folder / "goodput.yaml"
     config.write_text(_CONFIG)
-    settings = {"train.steps": asked.steps, "checkpoint.every": asked.every}
+    settings = {"train.steps": options.steps, "checkpoint.every": options.every}
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     begin = time.perf_counter()
     ended = subprocess.run(
         [
-            *(sys.executable, "-m", "shardwise", "train", str(config), "--nproc", str(asked.nproc)),
+            *(sys.executable, "-m", "shardwise", "train", str(config), "--nproc", str(options.nproc)),
             *("--run-dir", str(folder / name), "--max-restarts", str(restarts), *words),
         ],
         env=os.environ | {ARMED: "1", FAULT: faults},

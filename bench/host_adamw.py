@@ -140,17 +140,17 @@ class Steps:
 
 def measure_steps(hidden: int, num_tokens: int, rounds: int, device_s: float) -> dict[str, list[float]]:
     """Seconds by the clock, of steps and of what in them the update takes."""
-    after, beside = (
+    after, in_backward = (
         Steps(is_beside=value, hidden=hidden, num_tokens=num_tokens, device_s=device_s) for value in (False, True)
     )
     for _ in range(3 + rounds):
         after.make()
-        beside.make()
+        in_backward.make()
     found = {
         "after backward": after.took,
         "of this the update": after.of_update,
-        "beside backward": beside.took,
-        "of this waiting for updates at the end": beside.of_update,
+        "beside backward": in_backward.took,
+        "of this waiting for updates at the end": in_backward.of_update,
     }
     return {name: each[3:] for name, each in found.items()}  # the first ones make the state
 

@@ -172,8 +172,8 @@ WAYS: dict[str, Callable[[Path], Any]] = {
 def status_bytes(*names: str, process: int | str = "self") -> int:
     """The sum of fields of a process's status file."""
     text = Path(f"/proc/{process}/status").read_text("utf-8")
-    held = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    return sum(1024 * int(held[name].split()[0]) for name in names)
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return sum(1024 * int(fields[name].split()[0]) for name in names)
 
 
 class Peak:
@@ -206,7 +206,7 @@ class Peak:
         settle()
         self.left_bytes = status_bytes("RssAnon", "RssShmem") - self._start[1]
 
-    def told(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, int]:
         return {"resident": self.resident_bytes, "own": self.own_bytes, "left": self.left_bytes}
 
 
@@ -228,7 +228,7 @@ def work_memory(folder: Path, way: str) -> dict[str, Any]:
         del model
         with Peak() as peak:
             model = WAYS[way](folder / stored)
-        found |= {stored: peak.told(), f"{stored} is same": _is_same(_whole(model), folder / stored)}
+        found |= {stored: peak.as_dict(), f"{stored} is same": _is_same(_whole(model), folder / stored)}
     return found | _train_and_export(folder, model) if way == OURS else found
 
 
@@ -277,7 +277,7 @@ def _train_and_export(folder: Path, model: Any) -> dict[str, Any]:
         sw.export(folder / "exported", model, folder / "fp32", max_shard_bytes=5e8)
         export_s = time.perf_counter() - start
     full = sw.full_state_dict(model)
-    found = {"train": train.told(), "export": export.told(), "units": units, "owned": owned, "losses": losses}
+    found = {"train": train.as_dict(), "export": export.as_dict(), "units": units, "owned": owned, "losses": losses}
     found |= {"train_s": train_s, "export_s": export_s}
     if full:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -355,9 +355,9 @@ def _use_late_code() -> None:
 
 def launch(folder: Path, part: str, rounds: int) -> list[dict[str, Any]]:
     """Run :func:`work` on all ranks; returns what each found."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={WORLD}", f"--master-port={port}"]
     command += ["-m", "bench.large_folder", "--work", str(folder), "--as", part, "--rounds", str(rounds)]
     subprocess.run(command, check=True, env=_environment(), timeout=600)

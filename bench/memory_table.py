@@ -87,9 +87,9 @@ def bytes_per_parameter(row: Row, policy: sw.PrecisionPolicy | None, world: int,
     tokens_BT = torch.empty(1, 16, dtype=torch.int64, device="meta")
     batch = (tokens_BT, tokens_BT)
     run = sw.dry_run(build, plan, world_size=world, batch=batch, optimizer=optimizer, backend="nccl")
-    held = probe(built[-1]).predicted_bytes()
-    total = held["parameters"] + held["gradients"] + held["optimizer"]
-    total += held["gathered"] if plan.placements.keeps_gathered else 0
+    predicted = probe(built[-1]).predicted_bytes()
+    total = predicted["parameters"] + predicted["gradients"] + predicted["optimizer"]
+    total += predicted["gathered"] if plan.placements.keeps_gathered else 0
     return total / run.num_parameters
 
 
@@ -100,8 +100,8 @@ def table(model: str = MODEL, worlds: tuple[int, ...] = WORLDS) -> str:
     for row in ROWS:
         cells = [row.name]
         for place, policy in enumerate(POLICIES.values()):
-            held = [bytes_per_parameter(row, policy, world, model) for world in worlds]
-            cells += [row.formula(place), *(f"{number:.2f}" for number in held)]
+            numbers = [bytes_per_parameter(row, policy, world, model) for world in worlds]
+            cells += [row.formula(place), *(f"{number:.2f}" for number in numbers)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

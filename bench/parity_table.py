@@ -74,8 +74,8 @@ def line(case: product.Case, found: product.Distance, *, holds: bool) -> str:
 def merged(lines: list[str]) -> list[str]:
     """The rows of the file, where these have been measured anew."""
     anew = {_key(row): row for row in lines}
-    held = [row for row in TARGET.read_text().splitlines() if row.startswith("|")]
-    return [anew.get(_key(row), row) for row in held]
+    rows = [row for row in TARGET.read_text().splitlines() if row.startswith("|")]
+    return [anew.get(_key(row), row) for row in rows]
 
 
 def _key(row: str) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def measure(name: str, steps: int, is_flat: bool) -> list[tuple[float, float, fl
     optimizer = torch.optim.AdamW(sw.flat_parameters(model) if is_flat else model.parameters(), lr=1e-4)
     tokens = torch.randint(0, case.model["vocab_size"], (case.batch, case.seq_len + 1))
     engine = engine_of(model, "bench")
-    taken: tuple[list[list[float]], list[list[float]]] = [], []
+    times: tuple[list[list[float]], list[list[float]]] = [], []
     for step in range(2 * (WARM_UP + steps)):
         for group in engine.groups:
             unset_shard_class(group)
@@ -50,9 +50,9 @@ def measure(name: str, steps: int, is_flat: bool) -> list[tuple[float, float, fl
         optimizer.step()
         at.append(time.process_time())
         if step >= 2 * WARM_UP:
-            taken[step % 2].append([b - a for a, b in itertools.pairwise(at)] + [at[-1] - at[0]])
+            times[step % 2].append([b - a for a, b in itertools.pairwise(at)] + [at[-1] - at[0]])
     found = []
-    for plain, part in zip(zip(*taken[0], strict=True), zip(*taken[1], strict=True), strict=True):
+    for plain, part in zip(zip(*times[0], strict=True), zip(*times[1], strict=True), strict=True):
         ratio = statistics.median(b / a for a, b in zip(plain, part, strict=True))
         found.append((1e3 * statistics.median(plain), 1e3 * statistics.median(part), ratio))
     return found

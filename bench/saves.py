@@ -234,9 +234,9 @@ def _on_all(is_done: Callable[[], bool]) -> bool:
     import torch
     from torch import distributed as dist
 
-    held = torch.tensor(float(is_done()))
-    dist.all_reduce(held, dist.ReduceOp.MIN)
-    return bool(held)
+    flag = torch.tensor(float(is_done()))
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def _run(rounds: int, layers: int, folder: Path) -> None:

@@ -115,8 +115,8 @@ def formula(row: PublishedRow) -> float:
     block = tokens * h * (18 + 8 * mlp.ffn / h if mlp.is_gated else 34) / plan.tp
     if work.recompute == "full":
         block = 2 * tokens * h
-    held = min(plan.pp, work.global_batch * plan.tp * plan.pp * plan.cp // (work.micro_batch * row.cluster.num_gpus))
-    return states + max(held * layers * block, layers * block + 4 * tokens * row.shape.vocab / plan.tp)
+    alive = min(plan.pp, work.global_batch * plan.tp * plan.pp * plan.cp // (work.micro_batch * row.cluster.num_gpus))
+    return states + max(alive * layers * block, layers * block + 4 * tokens * row.shape.vocab / plan.tp)
 
 
 def role(source: str) -> str:
@@ -161,10 +161,10 @@ def main() -> None:
     ran_out = sum(each.ran_out for each in every)
     print("Memory: peak of the fullest GPU, predicted against published\n")
     print("\n".join(table(errors)))
-    held = [abs(error) for source, found in errors.items() if role(source) == "held out" for error in found]
-    all_held = Errors.of(held)
-    shown = (all_held.median, all_held.mean, all_held.p80, all_held.p90, all_held.worst)
-    print(f"{'all held-out rows':<48} {len(held):>4}" + "".join(f"{each:>8.1%}" for each in shown))
+    held_out = [abs(error) for source, found in errors.items() if role(source) == "held out" for error in found]
+    all_held_out = Errors.of(held_out)
+    shown = (all_held_out.median, all_held_out.mean, all_held_out.p80, all_held_out.p90, all_held_out.worst)
+    print(f"{'all held_out-out rows':<48} {len(held_out):>4}" + "".join(f"{each:>8.1%}" for each in shown))
     print("\nA formula of twelve lines (18 bytes per parameter, Korthikanti's activations)\n")
     print("\n".join(table(baseline)))
     print(f"\nWrong verdicts on whether it fits, of {len(every) - ran_out} that ran and {ran_out} that ran out:")
@@ -179,8 +179,8 @@ def zero_cells() -> int:
     right = 0
     for row in found:
         for strategy, column in (("zero1", "pos_gb"), ("zero2", "pos_g_gb"), ("zero3", "pos_g_p_gb")):
-            held = sum(ZERO.of(PRESETS[strategy], int(row["dp"]))) * float(row["params_b"])
-            right += abs(held / float(row[column]) - 1) < 0.0005
+            predicted_bytes = sum(ZERO.of(PRESETS[strategy], int(row["dp"]))) * float(row["params_b"])
+            right += abs(predicted_bytes / float(row[column]) - 1) < 0.0005
     return right
 
 

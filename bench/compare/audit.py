@@ -111,7 +111,7 @@ def _of_replicas(engine: Engine, batch: tuple[Tensor, Tensor]) -> dict[str, Any]
 def _run_dry(entrant: Entrant, workload: Workload, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """The bytes that the engine holds at the peak of a step."""
     plan, meta = parse(entrant.strategy).applied_to(workload.plan), torch.device("meta")
-    held = sw.dry_run(
+    predicted = sw.dry_run(
         functools.partial(workload.model, meta),
         plan,
         world_size=torch.distributed.get_world_size(),
@@ -120,7 +120,7 @@ def _run_dry(entrant: Entrant, workload: Workload, batch: tuple[Tensor, Tensor])
         loss_fn=workload.objective.loss_fn,
         forward=workload.objective.forward,
     ).bytes_by_category
-    return {"predicted": held, "activation_bytes": held.pop("activations")}
+    return {"predicted": predicted, "activation_bytes": predicted.pop("activations")}
 
 
 def _by_kind(events: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
