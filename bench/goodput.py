@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from shardwise.launch.fault import ARMED, FAULT
+from shardwise.launch.inject import ARMED, FAULT
 
 _CONFIG = """
 name: goodput

@@ -13,7 +13,7 @@ from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.store import step_directory
 from shardwise.checkpoint.writer import Saving, begin_write
-from shardwise.launch import fault
+from shardwise.launch import inject
 from shardwise.spec.errors import CheckpointError, ShardwiseError, StorageError
 from shardwise.testing import run_on_ranks
 from tests.checkpoint.threads import cut, even, run_in_threads, sample, whole
@@ -45,9 +45,9 @@ class Rank:
 
 
 def test_what_is_saved_is_what_was_and_failures_reach_all_ranks(tmp_path, monkeypatch):
-    monkeypatch.setenv(fault.ARMED, "1")
+    monkeypatch.setenv(inject.ARMED, "1")
     monkeypatch.setenv(
-        fault.FAULT, "mid_shard_write@step=20:enospc;before_manifest@step=30:raise;mid_shard_write@step=40:kill"
+        inject.FAULT, "mid_shard_write@step=20:enospc;before_manifest@step=30:raise;mid_shard_write@step=40:kill"
     )
     monkeypatch.setenv("RANK", "0")
     checkpoints = tmp_path / "checkpoints"

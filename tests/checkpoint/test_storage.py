@@ -19,7 +19,7 @@ from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.storage import FOLDERS, SUPERSEDED_NAME, Url, place_of, storage_of
 from shardwise.checkpoint.store import find_latest, newest_checkpoint, retain, step_directory
 from shardwise.cli.files import tokenize
-from shardwise.launch import fault
+from shardwise.launch import inject
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.train.config.sections import read_config
 from tests.checkpoint.test_store import damage, save
@@ -218,10 +218,10 @@ def test_missing_truncated_and_changed_objects_are_named(store, tmp_path, spoil,
 def test_an_upload_that_was_cut_off_is_not_found_and_is_taken_up_or_removed(place, tmp_path, monkeypatch, point):
     upload(job(save(tmp_path, 10), place))
     cut = save(tmp_path, 20)
-    monkeypatch.setattr(fault, "_FAULTS", fault.parse(f"{point}:raise"))
-    with pytest.raises(fault.InjectedError):
+    monkeypatch.setattr(inject, "_FAULTS", inject.parse(f"{point}:raise"))
+    with pytest.raises(inject.InjectedError):
         upload(job(cut, place))
-    monkeypatch.setattr(fault, "_FAULTS", [])
+    monkeypatch.setattr(inject, "_FAULTS", [])
     assert find_latest(place).step == 10
     assert len(find_latest(place).unfinished) == (point != "store_before_file")
     done = upload(job(save(tmp_path, 30), place, keep=3))
@@ -233,10 +233,10 @@ def test_an_upload_that_was_cut_off_is_not_found_and_is_taken_up_or_removed(plac
 
 def test_what_is_there_already_is_not_copied_again(store, tmp_path, monkeypatch):
     path = save(tmp_path, 10)
-    monkeypatch.setattr(fault, "_FAULTS", fault.parse("store_before_manifest:raise"))
-    with pytest.raises(fault.InjectedError):
+    monkeypatch.setattr(inject, "_FAULTS", inject.parse("store_before_manifest:raise"))
+    with pytest.raises(inject.InjectedError):
         upload(job(path, store))
-    monkeypatch.setattr(fault, "_FAULTS", [])
+    monkeypatch.setattr(inject, "_FAULTS", [])
     first = files(store).modified(shards(step_directory(store, 10))[0])
     upload(job(path, store))
     assert find_latest(store).step == 10

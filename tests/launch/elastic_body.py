@@ -30,7 +30,7 @@ def main(folder, what, code="0"):
         act(world, what, int(code))
     if what in {"wait", "save-wait"}:
         while True:
-            heartbeat.move()
+            heartbeat.record_progress()
             time.sleep(0.05)
     distributed.barrier()
     shutdown()

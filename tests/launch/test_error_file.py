@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from shardwise.launch import heartbeat
-from shardwise.launch.error_file import reported
+from shardwise.launch.error_file import with_error_file
 from shardwise.launch.world import World
 from shardwise.spec.errors import CommError, ConfigError
 
@@ -30,7 +30,7 @@ def torchrun_says(tmp_path, monkeypatch):
                 raise error
 
             with pytest.raises(type(error)):
-                reported(work, World(rank=rank, size=2, source="torchrun"), "start it again")()
+                with_error_file(work, World(rank=rank, size=2, source="torchrun"), "start it again")()
             heartbeat.end()
             failures[rank] = ProcessFailure(rank, 100 + rank, 1, str(path))
         return str(ChildFailedError("shardwise", failures))
@@ -59,5 +59,5 @@ def test_before_a_run_has_its_folder_the_error_alone_is_told(torchrun_says):
 def test_where_torchrun_is_not_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.chdir(tmp_path)
-    assert reported(lambda: 7, World(), "")() == 7
+    assert with_error_file(lambda: 7, World(), "")() == 7
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 
 from shardwise.launch import exit_codes
-from shardwise.launch.cause import describe, find_cause
 from shardwise.launch.exit_codes import (
     ExitNote,
     clear_exit_notes,
@@ -19,6 +18,7 @@ from shardwise.launch.exit_codes import (
     reserve_exit_note,
     run_worker,
 )
+from shardwise.launch.root_cause import describe, find_root_cause
 from shardwise.launch.worker import _lossy, _Tee
 
 SAVED = "stop requested, saved step 14, continue with --resume"
@@ -114,7 +114,7 @@ def test_without_a_launcher_no_note_is_written(tmp_path, monkeypatch):
     ],
 )
 def test_the_cause_is_the_rank_that_failed_first_by_itself(notes, failures, cause):
-    found = find_cause({n.rank: n for n in notes}, failures, None)
+    found = find_root_cause({n.rank: n for n in notes}, failures, None)
     assert {name: getattr(found, name) for name in cause} == cause
 
 
@@ -132,14 +132,14 @@ def test_the_cause_is_the_rank_that_failed_first_by_itself(notes, failures, caus
     ],
 )
 def test_a_requested_stop_gives_what_the_workers_made_of_it(notes, code, tmp_path):
-    cause = find_cause({n.rank: n for n in notes}, {}, signal.SIGTERM)
+    cause = find_root_cause({n.rank: n for n in notes}, {}, signal.SIGTERM)
     assert cause.code == code
     assert ("did not save" in describe(cause, tmp_path)) == (code == 143)
     assert cause.is_shown == (code == 130)  # nothing is said behind "saved step 14"
 
 
 def test_what_a_rank_raises_cannot_move_the_cursor(tmp_path):
-    cause = find_cause({0: note(0, 1, "ValueError: \x1b[2Jgone\r\u202e", 1.0)}, {0: (1, 2.0)}, None)
+    cause = find_root_cause({0: note(0, 1, "ValueError: \x1b[2Jgone\r\u202e", 1.0)}, {0: (1, 2.0)}, None)
     assert r"ValueError: \x1b[2Jgone\r\u202e" in describe(cause, tmp_path)
 
 
@@ -147,7 +147,7 @@ def test_what_a_rank_raises_cannot_move_the_cursor(tmp_path):
     ("code", "can_restart"), [(1, True), (81, True), (82, True), (75, False), (78, False), (0, False)]
 )
 def test_only_what_a_new_start_can_help_is_restarted(code, can_restart):
-    assert find_cause({0: note(0, code)}, {}, None).can_restart is can_restart
+    assert find_root_cause({0: note(0, code)}, {}, None).can_restart is can_restart
 
 
 def test_the_log_of_rank_0_has_no_colours_and_no_overwritten_lines():
@@ -162,10 +162,10 @@ def test_the_log_of_rank_0_has_no_colours_and_no_overwritten_lines():
 
 
 def test_a_rank_that_died_at_its_start_leaves_the_checkpoint_of_an_earlier_attempt_safe(tmp_path):
-    cause, logs = find_cause({0: note(0, 1, "ImportError: x", 1.0)}, {0: (1, 2.0)}, None), tmp_path / "logs"
-    assert "safe: nothing has been saved" in describe(cause, logs, next_words="go on")
+    cause, logs = find_root_cause({0: note(0, 1, "ImportError: x", 1.0)}, {0: (1, 2.0)}, None), tmp_path / "logs"
+    assert "safe: nothing has been saved" in describe(cause, logs, advice="go on")
     for name in ("step-00000010", "step-00000020", "step-00000030.tmp-1"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "manifest.json").touch()
     (tmp_path / "checkpoints" / "step-00000040").mkdir()
-    assert "safe: the checkpoint of step 20, " in describe(cause, logs, next_words="go on")
+    assert "safe: the checkpoint of step 20, " in describe(cause, logs, advice="go on")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch import heartbeat
-from shardwise.launch.cause import signal_name
 from shardwise.launch.hang import COMPUTING, STOPPED, HangWatch, explain
+from shardwise.launch.root_cause import signal_name
 
 RANK = """
 import os, signal, sys, time
@@ -21,7 +21,7 @@ from pathlib import Path
 from shardwise.launch import heartbeat
 folder, rank, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 heart = heartbeat.begin(folder, rank)
-heart.ask(lambda: ("waiting in a gather", True) if what == "wait" else ("not in a collective", False))
+heart.set_collective_source(lambda: ("waiting in a gather", True) if what == "wait" else ("not in a collective", False))
 heartbeat.enter("step", step=13, limit_s=0.4, saved_step=10)
 if what == "stop":
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -68,7 +68,7 @@ def test_a_rank_that_goes_on_is_not_overdue_and_time_in_which_nobody_looked_does
         watch._looked_at -= 3600  # the machine has slept for an hour
         assert watch.overdue() is None
         watch._looked_at -= 1.5
-        heartbeat.move()
+        heartbeat.record_progress()
         heart.write()
         assert watch.overdue() is None
         watch._looked_at -= 2
@@ -82,7 +82,7 @@ def test_a_rank_that_goes_on_is_not_overdue_and_time_in_which_nobody_looked_does
 def test_a_record_has_one_size_and_one_that_is_not_whole_is_no_record(tmp_path: Path) -> None:
     try:
         heart = heartbeat.begin(tmp_path, 2)
-        heart.ask(lambda: ("x" * 5000, True))
+        heart.set_collective_source(lambda: ("x" * 5000, True))
         heartbeat.enter("evaluation", step=7, limit_s=60)
     finally:
         heartbeat.end()
@@ -104,7 +104,9 @@ def test_a_request_for_stacks_that_comes_after_the_end_does_no_harm(tmp_path):
 
 def test_ranks_that_all_wait_are_said_to_be_cut_off_from_each_other(tmp_path: Path) -> None:
     for rank in range(2):
-        beat = heartbeat.Beat(rank, pid=7, host=f"node{rank}", step=13, phase="step", limit_s=60.0, is_waiting=True)
+        beat = heartbeat.Heartbeat(
+            rank, pid=7, host=f"node{rank}", step=13, phase="step", limit_s=60.0, is_waiting=True
+        )
         beat.collective, beat.time_s = "waiting in a gather", time.time()
         heartbeat.path_of(tmp_path, rank).write_text(json.dumps(dataclasses.asdict(beat)))
     late = heartbeat.read(tmp_path, 0)

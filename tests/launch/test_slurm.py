@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
-from shardwise.launch import fault
+from shardwise.launch import inject
 from tests.launch.slurm_cluster import MISSING, SlurmCluster
 from tests.train.job import content, num_steps, wait_until
 from tests.train.train_here import losses
@@ -55,7 +55,7 @@ def write_job(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Pat
 
 
 def faults(*texts: str) -> dict[str, str]:
-    return {fault.ARMED: "1", fault.FAULT: ";".join(texts)}
+    return {inject.ARMED: "1", inject.FAULT: ";".join(texts)}
 
 
 def text_of(folder: Path, job: str) -> str:

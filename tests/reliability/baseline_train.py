@@ -1,7 +1,7 @@
 """What the board is held beside: a plain script for torchrun that trains with FSDP2 and saves with DCP.
 
 It is written as PyTorch's tutorials do it: a folder a checkpoint, the newest one with metadata is resumed, no handler
-of signals. Faults strike at the same names as in shardwise (``launch.fault``).
+of signals. Faults strike at the same names as in shardwise (``launch.inject``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from shardwise.launch import fault
+from shardwise.launch import inject
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 256, 32, 16, 4
 SAVE_EVERY = 5
@@ -52,15 +52,15 @@ class Writer(dcp.FileSystemWriter):
         self.step = step
 
     def write_data(self, plan, planner):
-        fault.at("mid_shard_write", self.step)
+        inject.at("mid_shard_write", self.step)
         written = super().write_data(plan, planner)
-        fault.at("after_shard_fsync", self.step)
+        inject.at("after_shard_fsync", self.step)
         return written
 
     def finish(self, metadata, results) -> None:
-        fault.at("before_manifest", self.step)
+        inject.at("before_manifest", self.step)
         super().finish(metadata, results)
-        fault.at("after_manifest", self.step)
+        inject.at("after_manifest", self.step)
 
 
 def tokens_of(step: int, rank: int) -> torch.Tensor:
@@ -96,15 +96,15 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> d
 
 def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
     """One step; the mean of the ranks' losses."""
-    fault.at("step_begin", step)
+    inject.at("step_begin", step)
     tokens = tokens_of(step, dist.get_rank())
     loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-    fault.at("before_backward", step)
+    inject.at("before_backward", step)
     loss.backward()
-    fault.at("before_update", step, lambda: (p.grad.to_local() for p in model.parameters()))
+    inject.at("before_update", step, lambda: (p.grad.to_local() for p in model.parameters()))
     optimizer.step()
     optimizer.zero_grad()
-    fault.at("after_step", step, lambda: (p.to_local() for p in model.parameters()))
+    inject.at("after_step", step, lambda: (p.to_local() for p in model.parameters()))
     mean = loss.detach().clone()
     dist.all_reduce(mean)
     return mean / dist.get_world_size()
@@ -134,7 +134,7 @@ def main() -> None:
                 file.write(json.dumps({"step": step, "loss": loss}) + "\n")
             print(f"step {step}/{options.steps}  loss {loss:.4f}", flush=True)
         if step % SAVE_EVERY == 0:
-            fault.at("save_begin", step)
+            inject.at("save_begin", step)
             writer = Writer(options.run / ("step-1" if options.same_folder else f"step-{step}"), step)
             if options.asynchronous:
                 if saving is not None:

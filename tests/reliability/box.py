@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.launch import fault as faults
+from shardwise.launch import inject as faults
 from tests.train.job import command, content, environment, num_steps, processes_of, wait_until, workers
 from tests.train.train_here import CONFIG, losses, sets, summary
 

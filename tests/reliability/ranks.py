@@ -213,7 +213,7 @@ def main() -> int:
     world = read_world()
     name, num_ranks, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     if world.source == "alone":
-        return launch(MODULE, sys.argv[1:], num_ranks, log_dir=folder / "logs", next_words="look at the rank's log")
+        return launch(MODULE, sys.argv[1:], num_ranks, log_dir=folder / "logs", advice="look at the rank's log")
     begin = time.monotonic()
     with joined(world, timeout_s=60):
         try:

@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.launch import fault
+from shardwise.launch import inject
 from tests.reliability import mutations
 from tests.train.job import command, content, environment
 from tests.train.train_here import losses, sets
@@ -89,7 +89,7 @@ def kills(seed: int, count: int, folder: Path) -> Counter[str]:
     for number in range(-(-count // KILLS_A_RUN)):
         draw, is_async = random.Random(f"{seed} {number}"), number % 2 == 1
         plan = Plan()
-        points = [point for point in fault.POINTS if not (is_async and point in _OF_A_WRITER)]
+        points = [point for point in inject.POINTS if not (is_async and point in _OF_A_WRITER)]
         while len(plan.faults) < min(KILLS_A_RUN, count - struck.total()):
             plan.add(draw, points)
         begin, steps = time.perf_counter(), plan.steps + 2 * EVERY
@@ -128,7 +128,7 @@ def train(
     return subprocess.run(
         command(folder, *options, *values),
         cwd=folder,
-        env=environment() | ({fault.ARMED: "1", fault.FAULT: faults} if faults else {}),
+        env=environment() | ({inject.ARMED: "1", inject.FAULT: faults} if faults else {}),
         capture_output=True,
         text=True,
         timeout=300 * (1 + restarts),
@@ -154,7 +154,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             struck = kills(asked.seed, asked.kills, Path(folder))
         print(f"{struck.total()} of {asked.kills} kills survived, one restart each:")
-        for point in fault.POINTS:
+        for point in inject.POINTS:
             print(f"  {point:20} {struck[point]}")
     return 0
 

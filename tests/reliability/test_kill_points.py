@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch import fault
+from shardwise.launch import inject
 from tests.train.job import command, content, environment, processes_of
 from tests.train.train_here import losses, train_well
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 
 RANKS, STEPS = 2, 20
 #: Points of loading, of rank 0 alone, and of removing the checkpoint of step 5 when that of step 15 is there.
-LOADING = [point for point in fault.POINTS if "load" in point]
+LOADING = [point for point in inject.POINTS if "load" in point]
 OF_RANK_0 = [
     *("before_manifest", "after_manifest", "before_rename", "after_rename", "before_latest", "after_latest"),
     *("gc_before_delete", "gc_mid_delete"),
@@ -29,13 +29,13 @@ PUBLISHED = {"after_rename", "before_latest", "after_latest"}
 CASES = [
     (point, rank, is_async)
     for is_async in (False, True)
-    for point in (WRITING if is_async else fault.POINTS)
+    for point in (WRITING if is_async else inject.POINTS)
     for rank in range(1 if point in OF_RANK_0 else RANKS)
 ]
 
 
 def train(folder: Path, *arguments: str, killed: str = "") -> subprocess.CompletedProcess[str]:
-    env = environment() | ({fault.ARMED: "1", fault.FAULT: killed} if killed else {})
+    env = environment() | ({inject.ARMED: "1", inject.FAULT: killed} if killed else {})
     words = command(folder, "--run-dir", "run", "--set", "checkpoint.keep=2", *arguments)
     return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
 

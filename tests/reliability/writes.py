@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from shardwise.checkpoint.reader import open_checkpoint
-from shardwise.launch import fault
+from shardwise.launch import inject
 from shardwise.spec.errors import CheckpointError
 from tests.reliability.board import scenario
 from tests.reliability.box import Box, Ended, Kind, Run, Seen
@@ -14,7 +14,7 @@ from tests.train.job import command
 from tests.train.train_here import sets
 
 #: Every point of a save, with the ranks that come by.
-POINTS = fault.POINTS[fault.POINTS.index("save_begin") : fault.POINTS.index("after_latest") + 1]
+POINTS = inject.POINTS[inject.POINTS.index("save_begin") : inject.POINTS.index("after_latest") + 1]
 OF_ALL_RANKS = ("save_begin", "before_shard_open", "mid_shard_write", "after_shard_fsync")
 KILLS = [(point, rank) for point in POINTS for rank in ((0, 1) if point in OF_ALL_RANKS else (0,))]
 #: After these the checkpoint is there.

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from shardwise.cli import main
-from shardwise.launch.process import parent
+from shardwise.launch.process import parent_of
 from shardwise.testing import run_on_ranks
 from tests.common.hostile import put_modules
 from tests.common.tokenizers import save_tokenizer
@@ -148,7 +148,7 @@ def test_a_client_streams_while_four_others_ask_and_all_get_the_text_of_generate
 
 
 def workers(process):
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if parent(int(path.name)) == process.pid]
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if parent_of(int(path.name)) == process.pid]
 
 
 @pytest.mark.slow

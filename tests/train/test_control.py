@@ -13,7 +13,7 @@ import torch
 
 import shardwise as sw
 from shardwise.comm.axes import open_comms
-from shardwise.launch.environment import program
+from shardwise.launch.environment import code_versions
 from shardwise.spec.errors import StorageError
 from shardwise.testing import run_on_ranks
 from shardwise.train.control import Control
@@ -59,7 +59,7 @@ def versions_differ() -> tuple[str, str]:
     rank = int(os.environ["RANK"])
     with pytest.raises(sw.ConfigError) as config:
         Control(open_comms(torch.device("cpu"), "control")[0]).check_same({"train": {"seed": rank}}, "configuration")
-    program()["torch"] += "+other" * rank
+    code_versions()["torch"] += "+other" * rank
     with pytest.raises(sw.ConfigError) as versions:
         sw.parallelize(torch.nn.Linear(2, 2))
     return str(config.value), str(versions.value)

@@ -167,12 +167,12 @@ def test_after_nan_the_next_command_has_a_lower_rate_and_after_a_refusal_the_cau
     monkeypatch.setattr("shardwise.launch.elastic.launch", lambda *_args, **given: told.update(given) or 80)
     words = ["run.yaml", "--nproc", "2", "--set", "optimizer.lr=30", "--set=train.steps=5", "--set=optimizer.lr=20"]
     assert main(["train", *words, "--run-dir", "run"]) == 80
-    assert "optimizer.lr=20 --resume" in told["next_words"]
-    assert "lr=20" not in told["next_words_after"][80]
-    assert told["next_words"].startswith("continue with `")
+    assert "optimizer.lr=20 --resume" in told["advice"]
+    assert "lr=20" not in told["advice_by_code"][80]
+    assert told["advice"].startswith("continue with `")
     for code in (1, 78):
-        assert told["next_words_after"][code] == f"correct the cause, then {told['next_words']}"
-    (command,) = re.findall("`shardwise (.*)`", told["next_words_after"][80])
+        assert told["advice_by_code"][code] == f"correct the cause, then {told['advice']}"
+    (command,) = re.findall("`shardwise (.*)`", told["advice_by_code"][80])
     expected = ["run.yaml", "--nproc", "2", "--set=train.steps=5", "--set", "optimizer.lr=2", "--resume"]
     assert shlex.split(command) == ["train", "--run-dir=run", *expected]
 

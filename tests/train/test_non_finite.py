@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.launch import fault
+from shardwise.launch import inject
 from shardwise.train.checkpoints import random_state
 from shardwise.train.steps import update
 from tests.train.train_here import metrics, sets, train_here
@@ -20,7 +20,7 @@ from tests.train.train_here import metrics, sets, train_here
 def spoil_gradients() -> None:
     """On rank 1, in steps 7, 12 and 13. A bit of its parameters flips in step 3."""
     faults = [f"before_update@rank=1@step={step}:nan" for step in (7, 12, 13)]
-    fault._FAULTS[:] = fault.parse(";".join([*faults, "step_begin@rank=1@step=3:flip"]))
+    inject._FAULTS[:] = inject.parse(";".join([*faults, "step_begin@rank=1@step=3:flip"]))
 
 
 def test_a_run_stops_before_the_update_or_leaves_it_out(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_what_is_less_than_twice_or_a_few_milliseconds_is_not_said(work_s: list[
 )
 def test_a_save_is_left_out_that_does_not_fit_the_time_left(save_s: float, saved_step: int, is_refused: bool) -> None:
     held = SimpleNamespace(
-        stop=SimpleNamespace(signal_number=15, came_at_s=time.monotonic() - 10),
+        stop=SimpleNamespace(signal_number=15, received_at_s=time.monotonic() - 10),
         config=SimpleNamespace(train=SimpleNamespace(grace_s=30.0)),
         checkpoints=SimpleNamespace(saved_step=saved_step),
         done=SimpleNamespace(step=14),

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
-from shardwise.launch import fault
+from shardwise.launch import inject
 from shardwise.train import folder as rundir
 from tests.train.job import command, environment, wait_for_step, workers
 from tests.train.train_here import losses, metrics, sets, summary, train_here, train_well
@@ -272,7 +272,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
 def test_a_lost_worker_is_replaced_and_the_run_goes_on_from_its_newest_checkpoint(whole: Path, tmp_path: Path) -> None:
     settings = sets("checkpoint.every=2", "checkpoint.asynchronous=true")
     faults = "after_step@rank=1@step=7:kill;after_step@rank=0@step=13@attempt=1:kill"
-    armed = environment() | {fault.ARMED: "1", fault.FAULT: faults}
+    armed = environment() | {inject.ARMED: "1", inject.FAULT: faults}
     words = command(tmp_path, "--run-dir", "run", "--max-restarts", "1", *settings)
     ended = subprocess.run(words, cwd=tmp_path, env=armed, capture_output=True, text=True, timeout=200, check=False)
     run = tmp_path / "run"
@@ -313,8 +313,8 @@ def test_a_folder_that_machines_do_not_share_is_refused_before_the_first_step(tm
 
 def let_the_disk_be_full() -> None:
     """For processes that are started from here on: those that write checkpoints."""
-    os.environ[fault.ARMED] = "1"
-    os.environ[fault.FAULT] = "mid_shard_write@rank=1@step=10:enospc"
+    os.environ[inject.ARMED] = "1"
+    os.environ[inject.FAULT] = "mid_shard_write@rank=1@step=10:enospc"
 
 
 def test_checkpoints_are_written_while_training_goes_on(tmp_path: Path) -> None:

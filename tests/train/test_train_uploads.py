@@ -18,7 +18,7 @@ from shardwise.checkpoint.mirror import upload
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.storage import place_of, storage_of
 from shardwise.checkpoint.store import find_latest
-from shardwise.launch import fault
+from shardwise.launch import inject
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.train.checkpoints.checkpoints import Checkpoints, find_checkpoint, is_empty
@@ -59,7 +59,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def armed(faults: str, env: dict[str, str]) -> None:
     """For ranks, and the processes that they start."""
-    os.environ.update({**env, **({fault.ARMED: "1", fault.FAULT: faults} if faults else {})})
+    os.environ.update({**env, **({inject.ARMED: "1", inject.FAULT: faults} if faults else {})})
 
 
 def stored(place: str, step: int = 20) -> list[str]:
@@ -260,12 +260,12 @@ def test_a_store_that_cannot_be_reached_is_said_before_the_first_step(tmp_path: 
 # --- killed in twenty places ------------------------------------------------------------------------------------------
 
 #: Of rank 0's save, where its own folder is there for the resume; and of the upload, after which the folder is lost.
-SAVING = fault.POINTS[fault.POINTS.index("save_begin") :]
+SAVING = inject.POINTS[inject.POINTS.index("save_begin") :]
 PLACES = [(point, rank) for point in SAVING for rank in ((0, 1) if point == "mid_shard_write" else (0,))]
 
 
 def train(folder: Path, env: dict[str, str], *arguments: str, killed: str = "") -> subprocess.CompletedProcess[str]:
-    held = environment() | env | ({fault.ARMED: "1", fault.FAULT: killed} if killed else {})
+    held = environment() | env | ({inject.ARMED: "1", inject.FAULT: killed} if killed else {})
     words = command(folder, "--run-dir", "run", "--nproc", "2", *arguments, config=CONFIG)
     return subprocess.run(words, cwd=folder, env=held, capture_output=True, text=True, timeout=200, check=False)
 
@@ -293,7 +293,7 @@ def test_killed_anywhere_in_a_save_it_ends_as_if_nothing_had_happened_and_so_doe
 
 @pytest.mark.long
 @pytest.mark.timeout(700)  # each of its runs may take 200 s
-@pytest.mark.parametrize("point", [point for point in fault.STORE_POINTS if "delete" not in point])
+@pytest.mark.parametrize("point", [point for point in inject.STORE_POINTS if "delete" not in point])
 def test_an_upload_that_is_killed_anywhere_leaves_the_copy_before_or_this_one(
     s3: dict[str, str], whole: Path, tmp_path: Path, point: str
 ) -> None:
@@ -343,7 +343,7 @@ def test_a_deletion_on_the_store_that_is_killed_is_done_by_the_next_upload(
 @pytest.mark.long
 def test_a_run_that_is_asked_to_stop_uploads_its_last_step(s3: dict[str, str], tmp_path: Path) -> None:
     place, run = f"s3://bucket/{tmp_path.name}", tmp_path / "run"
-    held = environment() | s3 | {fault.ARMED: "1", fault.FAULT: "step_begin@rank=0:sleep=1"}
+    held = environment() | s3 | {inject.ARMED: "1", inject.FAULT: "step_begin@rank=0:sleep=1"}
     words = command(tmp_path, "--run-dir", "run", "--nproc", "2", *sets(f"checkpoint.upload_to={place}"), config=CONFIG)
     with (tmp_path / "out").open("wb") as out:
         process = subprocess.Popen(words, cwd=tmp_path, env=held, stdout=out, stderr=out)
@@ -362,7 +362,7 @@ def test_a_store_that_is_lost_on_the_way_lets_training_go_on_and_ends_it_with_74
         to = sets("checkpoint.upload_to=s3://bucket/run")
         # Rank 1 waits for the end of the upload of step 5, so that the upload of step 10 begins at step 10 everywhere.
         faults = "step_begin@rank=0:sleep=1;step_begin@rank=1@step=8:stop;store_end@step=5:stop"
-        held = environment() | env | {fault.ARMED: "1", fault.FAULT: faults}
+        held = environment() | env | {inject.ARMED: "1", inject.FAULT: faults}
         words = command(tmp_path, "--run-dir", "run", "--nproc", "2", *to, config=CONFIG)
         with (tmp_path / "out").open("wb") as out:
             process = subprocess.Popen(words, cwd=tmp_path, env=held, stdout=out, stderr=out)

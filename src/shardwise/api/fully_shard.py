@@ -27,7 +27,7 @@ from shardwise.engine.storage.host import refuse_no_offload
 from shardwise.engine.storage.ignored import find_ignored
 from shardwise.engine.storage.waiting import set_gradient_sync
 from shardwise.engine.unit import Unit
-from shardwise.launch.notice import tell_once
+from shardwise.launch.log_once import log_once
 from shardwise.optim import checks
 from shardwise.optim.in_backward import refuse, refuse_sums
 from shardwise.spec.chain import merged_name
@@ -222,7 +222,7 @@ def _said(value: Any) -> Any:
     """Translate an object of torch's FSDP2 into ours and print a note about it; return anything else unchanged."""
     meant, note = translated(value)
     if note is not None:
-        tell_once(note)
+        log_once(note)
     return meant
 
 

@@ -25,7 +25,7 @@ from shardwise.engine.extensions.compile import compile_units
 from shardwise.engine.extensions.precision import warn_of_narrow_masters
 from shardwise.engine.extensions.wrap import assign_parameters
 from shardwise.engine.storage.attachment import engine_of
-from shardwise.launch.notice import cpu_notice, tell_once
+from shardwise.launch.log_once import cpu_warning, log_once
 from shardwise.launch.world import ranks_per_machine
 from shardwise.parallel.context.apply import divide_sequences
 from shardwise.parallel.experts.layer import Mixture, apply_experts, own_experts
@@ -92,8 +92,8 @@ def parallelize(
     _tell_translations(plan)
     prepared = prepare(model, plan)  # raises before the ranks communicate
     device, counted = prepared.device, count_parameters(model)
-    if (notice := cpu_notice(device.type, torch.cuda.device_count())) is not None:
-        tell_once(notice)
+    if (warning := cpu_warning(device.type, torch.cuda.device_count())) is not None:
+        log_once(warning)
     source = find_source(model, init, is_sent=plan.sync == "rank0")
     if isinstance(source, LoadedLater):
         source.check(name for name, parameter in model.named_parameters() if parameter.is_meta)
@@ -151,7 +151,7 @@ def _plan_of(plan: ParallelPlan | str | None, fields: Mapping[str, Any]) -> Para
             raise PlanError(f"sw.parallelize() and its plan have no {name!r}.\n {hint} Fields: {', '.join(known)}.")
     made = ParallelPlan(**given)
     if given:
-        tell_once(f"the plan is sw.{made!r}")
+        log_once(f"the plan is sw.{made!r}")
     return made
 
 
@@ -226,9 +226,9 @@ def _tell_translations(plan: ParallelPlan) -> None:
     """Print once the names here for strategies and objects of other libraries."""
     strategy = plan.strategy
     if isinstance(strategy, str) and canonical_name(strategy) != strategy.lower():
-        tell_once(f"strategy {strategy!r} is {canonical_name(strategy)!r} here")
+        log_once(f"strategy {strategy!r} is {canonical_name(strategy)!r} here")
     for note in plan.notes:
-        tell_once(note)
+        log_once(note)
 
 
 def _tell_mesh(plan: ParallelPlan, mesh: Mesh) -> None:
@@ -237,7 +237,7 @@ def _tell_mesh(plan: ParallelPlan, mesh: Mesh) -> None:
         return
     is_alone = mesh.dp_replicate == 1 and plan.dp_shard == -1
     note = " (one machine: nothing is replicated; set dp_replicate for several groups)" if is_alone else ""
-    tell_once(f"{plan.strategy}: dp_replicate={mesh.dp_replicate} x dp_shard={mesh.dp_shard}{note}")
+    log_once(f"{plan.strategy}: dp_replicate={mesh.dp_replicate} x dp_shard={mesh.dp_shard}{note}")
 
 
 def divide(

@@ -40,7 +40,7 @@ from shardwise.comm.control import check_same, digest_text, fail_together
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.ignored import ignored_of
-from shardwise.launch.notice import tell_once
+from shardwise.launch.log_once import log_once
 from shardwise.optim import checks
 from shardwise.spec.errors import CheckpointError, ShardwiseError
 from shardwise.spec.extent import Extent
@@ -202,7 +202,7 @@ def finish_save(model: nn.Module) -> None:
         return
     outcome = saving.finish()
     if "after" in outcome and engine.comms.world.rank == 0:
-        tell_once(f"{saving.directory} is saved, but not all older checkpoints were removed: {outcome['after']}")
+        log_once(f"{saving.directory} is saved, but not all older checkpoints were removed: {outcome['after']}")
     _verified[engine] = tuple(outcome["good"])
     if engine.comms.world.rank == 0:
         _tell_refused(outcome["refused"])
@@ -344,7 +344,7 @@ def _follow(path: Path, engine: Engine, keep: int, run_id: str) -> None:
 
 def _tell_refused(refused: Iterable[tuple[str, str]]) -> None:
     for name, reason in refused:
-        tell_once(f"checkpoint {name} is left: {reason}")
+        log_once(f"checkpoint {name} is left: {reason}")
 
 
 def drop_save(model: nn.Module) -> None:
@@ -364,7 +364,7 @@ def _finish_all() -> None:
     for saving in list(_saving.values()):
         problem = saving.wait(_LAST_WAIT_S)
         if problem is not None:
-            tell_once(f"{saving.directory} was not saved: {problem}")
+            log_once(f"{saving.directory} was not saved: {problem}")
 
 
 def load(
@@ -497,7 +497,7 @@ class _Targets:
         if odd:
             raise refused(checkpoint.path, odd[:5])
         if shown := [each for each in changed if each[0].rpartition(".")[2] not in _SCHEDULED]:
-            tell_once(f"checkpoint {checkpoint.path} changes settings of the optimizer:\n{describe_changes(shown)}")
+            log_once(f"checkpoint {checkpoint.path} changes settings of the optimizer:\n{describe_changes(shown)}")
         self.installs += [partial(_restore, group, given[id(group)]) for group in groups_of(optimizers)]
 
     def add_average(self, average: ExponentialMovingAverage) -> None:

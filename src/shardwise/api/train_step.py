@@ -135,7 +135,7 @@ def eval_step(
 
 
 def _microbatches(batch: Any, count: int) -> Iterable[Any]:
-    heartbeat.move()  # so that the watchdog does not take a long evaluation for a hang
+    heartbeat.record_progress()  # so that the watchdog does not take a long evaluation for a hang
     return _drawn(batch, count) if isinstance(batch, Iterator) else split_batch(batch, count)
 
 

@@ -19,7 +19,7 @@ from shardwise.checkpoint.publish import remove_unfinished
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.storage import MANIFEST_NAME, Url, local_file, place_of, step_of, storage_of, temporary_of
 from shardwise.checkpoint.store import find_latest, retain
-from shardwise.launch import fault
+from shardwise.launch import inject
 from shardwise.spec.errors import CheckpointError, StorageError
 
 
@@ -36,7 +36,7 @@ def upload(job: Mapping[str, Any]) -> dict[str, Any]:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # all files are open at the same time
     source, place = Path(job["upload"]), place_of(job["to"])
-    fault.at("store_begin", step_of(source.name))
+    inject.at("store_begin", step_of(source.name))
     is_copied = copy_checkpoint(source, place / source.name)
     if not is_copied:
         return {"removed": [], "refused": []} | ({"is_gone": True} if is_copied is None else {})
@@ -47,7 +47,7 @@ def upload(job: Mapping[str, Any]) -> dict[str, Any]:
         kept = retain(place, job["keep"], known_good=known, run_id=job["run_id"])
     except StorageError as error:  # the copy is committed; the next upload removes older ones
         return {"removed": [], "refused": [("what is older", str(error))]}
-    fault.at("store_end", step_of(source.name))
+    inject.at("store_end", step_of(source.name))
     refused = {path.name: reason for path, reason in kept.refused}
     return {"removed": [path.name for path in unfinished if path.name not in refused], "refused": [*refused.items()]}
 
@@ -102,15 +102,15 @@ def _copy_files(manifest: Manifest, files: Sequence[int], target: Path, raw: byt
         if found != entry.hash:
             raise RefusedError(f"the content of {entry.name} has the hash {found}, expected {entry.hash}")
         if stored.get(entry.name) != entry.bytes:
-            fault.at("store_before_file", step)
+            inject.at("store_before_file", step)
             storage.write(target, manifest.save_id, entry.name, file)
-            fault.at("store_after_file", step)
+            inject.at("store_after_file", step)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, manifest.all_files, files))
     if isinstance(target, Url) and storage.list(target) != wanted:
         raise StorageError(f"{target} does not hold what was written there: another run uses it, or the store lost it.")
-    fault.at("store_before_manifest", step)
+    inject.at("store_before_manifest", step)
     storage.publish(target, manifest.save_id, raw)
-    fault.at("store_after_manifest", step)
+    inject.at("store_after_manifest", step)
     return True

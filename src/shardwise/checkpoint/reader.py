@@ -27,7 +27,7 @@ from shardwise.checkpoint.table import describe, extent_problem
 from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json, gather_json, refuse_different
 from shardwise.comm.dtype import dtype_name
-from shardwise.launch import fault
+from shardwise.launch import inject
 from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.spec.extent import Block, Extent, describe_cuts, list_alike, shared
 from shardwise.spec.precision import item_bytes
@@ -227,7 +227,7 @@ class Checkpoint:
             With ``comm``, three gathers of small JSON to rank 0, each followed by a broadcast of its verdict. The bytes
             that other ranks receive hardly grow with the number of ranks. All ranks must call in one order.
         """
-        fault.at("load_begin", self.step)
+        inject.at("load_begin", self.step)
         plan = self._plan(pairs)
         numbers = sorted(plan.copies)
         requested = (self.manifest.table.numbers.get(extent.name) for extent, _ in pairs)
@@ -246,7 +246,7 @@ class Checkpoint:
             self._agree(self._check(numbers, self._check_header), comm)
         problems = self._check(numbers, lambda number: self._copy(number, plan.copies[number]))
         self._agree(problems, comm)
-        fault.at("after_load", self.step, lambda: (target for _, target in pairs))
+        inject.at("after_load", self.step, lambda: (target for _, target in pairs))
         return [self.manifest.all_files[number].name for number in numbers]
 
     def summary(self) -> dict[str, Any]:
@@ -385,7 +385,7 @@ class Checkpoint:
             check_header(file, plan)
             for copy in sorted(copies, key=lambda copy: plan.offsets[copy.piece]):  # in file order, for read-ahead
                 read_block(file, plan.offsets[copy.piece], copy.piece.dtype, copy.block, copy.target)
-                fault.at("load_mid_shard", self.step)
+                inject.at("load_mid_shard", self.step)
 
     def _agree(self, found: list[str], comm: Comm | None) -> None:
         """Raise on all ranks if any rank found a problem."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.storage import StoredFile
-from shardwise.launch import fault
+from shardwise.launch import inject
 from shardwise.spec.extent import Block
 from shardwise.spec.precision import item_bytes
 
@@ -170,9 +170,9 @@ def write_shard(folder: int, name: str, plan: Layout, content: Mapping[Piece, Te
         for chunk in _chunks(plan, content):
             digest.update(chunk)
             folders.write_all(file, chunk)
-            fault.at("mid_shard_write", step)  # the header is written, the content is not
+            inject.at("mid_shard_write", step)  # the header is written, the content is not
         os.fsync(file)
-        fault.at("after_shard_fsync", step)
+        inject.at("after_shard_fsync", step)
     finally:
         os.close(file)
     return digest.hexdigest()

@@ -23,7 +23,7 @@ import xxhash
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.folder import RefusedError
-from shardwise.launch import fault
+from shardwise.launch import inject
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.spec.text import printable
 
@@ -190,14 +190,14 @@ class Storage:
         """Commit the save ``save_id`` at ``directory``; all of its files must be written."""
         temporary, step = temporary_of(directory, save_id), step_of(directory.name)
         with folders.open_folder(temporary, follow=False) as folder:
-            fault.at("before_manifest", step)
+            inject.at("before_manifest", step)
             folders.write_file(folder, MANIFEST_NAME, manifest)
             os.fsync(folder)
-            fault.at("after_manifest", step)
+            inject.at("after_manifest", step)
         refuse_existing(directory)
-        fault.at("before_rename", step)
+        inject.at("before_rename", step)
         temporary.rename(directory)
-        fault.at("after_rename", step)
+        inject.at("after_rename", step)
         try:
             folders.sync_folder(directory.parent)
         except OSError:
@@ -215,12 +215,12 @@ class Storage:
             return
         with folders.open_folder(directory.parent, follow=False) as parent:
             folders.check_removable(parent, name, is_checkpoint_file)
-            fault.at("gc_before_delete", step)
+            inject.at("gc_before_delete", step)
             if not name.startswith(".trash-"):
                 name = f".trash-{name}-{secrets.token_hex(8)}"
                 os.rename(directory.name, name, src_dir_fd=parent, dst_dir_fd=parent)
                 os.fsync(parent)
-            fault.at("gc_mid_delete", step)
+            inject.at("gc_mid_delete", step)
             folders.remove_folder(parent, name, is_checkpoint_file)
             os.fsync(parent)
 
@@ -281,10 +281,10 @@ class _Objects(Storage):
             if is_kept:
                 self._files.cp_file(str(directory / MANIFEST_NAME), str(directory / SUPERSEDED_NAME))
                 names = [MANIFEST_NAME]
-            fault.at("store_before_delete", step)
+            inject.at("store_before_delete", step)
             for name in sorted(names, key=lambda name: name not in {MANIFEST_NAME, SUPERSEDED_NAME}):
                 self._files.rm_file(str(directory / name))
-                fault.at("store_mid_delete", step)
+                inject.at("store_mid_delete", step)
 
 
 def storage_of(place: Path) -> Storage:

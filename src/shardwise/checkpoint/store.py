@@ -22,7 +22,7 @@ from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.manifest import decode, read_manifest
 from shardwise.checkpoint.reader import Checkpoint, open_checkpoint
 from shardwise.checkpoint.storage import MANIFEST_NAME, SUPERSEDED_NAME, Url, place_of, step_of, storage_of
-from shardwise.launch import fault
+from shardwise.launch import inject
 from shardwise.launch.file import replace
 from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.spec.run_files import CHECKPOINTS
@@ -77,11 +77,11 @@ def publish_latest(root: str | os.PathLike[str], step_dir: str | os.PathLike[str
     if step_of(target.name) is None or target.absolute().parent != (root / CHECKPOINTS).absolute():
         raise CheckpointError(f"{target} is not one of the checkpoints of {root}.")
     open_checkpoint(target)
-    fault.at("before_latest", step_of(target.name))
+    inject.at("before_latest", step_of(target.name))
     try:
         replace(root / LATEST, f"{CHECKPOINTS}/{target.name}\n", is_durable=True)
         folders.sync_folder(root)
-        fault.at("after_latest", step_of(target.name))
+        inject.at("after_latest", step_of(target.name))
     except OSError as error:
         raise StorageError(f"{root / LATEST} was not replaced: {error.strerror}.") from error
 

@@ -47,7 +47,7 @@ from shardwise.checkpoint.table import extent_problem
 from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json, gather_json, scatter_json
 from shardwise.comm.dtype import dtype_name
-from shardwise.launch import fault
+from shardwise.launch import inject
 from shardwise.spec.errors import CheckpointError, NonFiniteError, ShardwiseError, StorageError
 from shardwise.spec.extent import Extent
 from shardwise.spec.precision import item_bytes
@@ -211,7 +211,7 @@ class _Save:
         """Agree on what will be written, and check that it is complete, before a byte is written."""
 
         def local() -> dict[str, Any]:
-            fault.at("save_begin", self.step)
+            inject.at("save_begin", self.step)
             if len(self.run_id) > 256 or not self.run_id.isprintable():
                 raise CheckpointError(f"{self.run_id!r} is not a name for a run")
             self._check_tensors(tensors)
@@ -282,7 +282,7 @@ class _Save:
 
         def local() -> dict[str, Any]:
             assert self.temporary is not None
-            fault.at("before_shard_open", self.step)
+            inject.at("before_shard_open", self.step)
             plan = layout(save_id=self.save_id, run_id=self.run_id, step=self.step, rank=rank, pieces=self.pieces)
             name = shard_name(self.save_id, rank)
             try:
@@ -314,7 +314,7 @@ class _Save:
         )
         report: dict[str, Any] = {"frozen": None}
         try:
-            fault.at("before_shard_open", self.step)
+            inject.at("before_shard_open", self.step)
             if self.has_frozen:
                 with folders.open_folder(self.temporary, follow=False) as folder:
                     report["frozen"] = self._write_frozen(folder)

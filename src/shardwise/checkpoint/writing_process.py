@@ -28,7 +28,7 @@ import xxhash
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.outcome import name_space, problem_of, report_name
 from shardwise.checkpoint.storage import local_file
-from shardwise.launch import fault
+from shardwise.launch import inject
 from shardwise.launch.worker import die_with_parent
 
 _LENGTH = struct.Struct("<Q")
@@ -94,9 +94,9 @@ def write_image(image: int, num_bytes: int, folder: int, name: str, step: int | 
                 folders.write_all(file, part)
                 part.release()
                 begin = end
-                fault.at("mid_shard_write", step)
+                inject.at("mid_shard_write", step)
             os.fsync(file)
-            fault.at("after_shard_fsync", step)
+            inject.at("after_shard_fsync", step)
         finally:
             os.close(file)
     return digest.hexdigest()

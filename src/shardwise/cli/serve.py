@@ -97,7 +97,7 @@ def serve(
         work=lambda trained, world: _serve(options, trained, world),
         env={CATCHES_STOPS: "1"},
         grace_s=grace + _ENDING_S,
-        stop_words=f"no more requests are taken, and those under way have {grace:g} s",
+        stop_text=f"no more requests are taken, and those under way have {grace:g} s",
     )
 
 

@@ -47,7 +47,7 @@ import torch.distributed as dist
 
 from shardwise.comm.dtype import dtype_name
 from shardwise.launch.exit_codes import LOG_DIR, note_exit, read_exit_notes
-from shardwise.launch.world import hold_group_while
+from shardwise.launch.world import keep_group_while
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
 
 
@@ -523,7 +523,7 @@ def is_any_stuck() -> bool:
     return any(watch.is_stuck for watch in list(StallWatch._of_group.values()))
 
 
-hold_group_while(is_any_stuck)  # destroying the group would wait for the device
+keep_group_while(is_any_stuck)  # destroying the group would wait for the device
 
 
 def _end(watch_ref: weakref.ref[StallWatch]) -> None:

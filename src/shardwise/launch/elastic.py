@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.launch import heartbeat
-from shardwise.launch.cause import describe, find_cause, has_begun, what_next
 from shardwise.launch.exit_codes import ATTEMPT, CODES, LOG_DIR, PEER_LOST, STOPPED, clear_exit_notes, read_exit_notes
 from shardwise.launch.process import num_gpus
+from shardwise.launch.root_cause import describe, describe_next, find_root_cause, has_begun
 from shardwise.launch.supervisor import Supervisor, kill_workers, num_killed_for_memory
 from shardwise.launch.worker import LAUNCHER_PID
 from shardwise.launch.world import RENDEZVOUS_DIR, RESTART_COUNT, loopback_interface
@@ -46,10 +46,10 @@ def launch(
     log_dir: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
     grace_s: float = 30.0,
-    stop_words: str = "the ranks finish their step, save and end",
-    next_words: str = "",
-    next_words_after: Mapping[int, str] | None = None,
-    restarts_from: Callable[[], str] | None = None,
+    stop_text: str = "the ranks finish their step, save and end",
+    advice: str = "",
+    advice_by_code: Mapping[int, str] | None = None,
+    describe_restart_point: Callable[[], str] | None = None,
 ) -> int:
     """Run ``python -m entry args`` on ``nproc`` processes of this machine and wait for them.
 
@@ -67,10 +67,10 @@ def launch(
         log_dir: Directory of logs and exit notes; by default a private directory that is removed at the end.
         env: Additional environment variables for the workers.
         grace_s: Seconds between the request to stop and SIGKILL.
-        stop_words: What the workers do when they are asked to stop.
-        next_words: What a user can do after a failure, such as the command that resumes; printed after what is safe.
-        next_words_after: Different ``next_words`` by exit code.
-        restarts_from: Returns what a restart continues from, such as ``step 10``.
+        stop_text: What the workers do when they are asked to stop.
+        advice: What a user can do after a failure, such as the command that resumes; printed after what is safe.
+        advice_by_code: Different ``advice`` by exit code.
+        describe_restart_point: Returns what a restart continues from, such as ``step 10``.
 
     Returns:
         0; or the code of the root cause, or 1 if that is not in ``exit_codes.CODES``; or, if a rank was killed by
@@ -95,28 +95,28 @@ def launch(
             heartbeat.clear(logs)
             variables = _worker_variables(private, logs, attempt, nproc) | dict(env or {})
             rendezvous = private / f"rendezvous-{attempt}"
-            with Supervisor(logs, nproc, grace_s, stop_words) as supervisor, _environment(variables), _quiet_elastic():
+            with Supervisor(logs, nproc, grace_s, stop_text) as supervisor, _environment(variables), _quiet_elastic():
                 failures = _run_once(entry, args, nproc, supervisor, rendezvous=rendezvous, grace_s=grace_s)
             notes = read_exit_notes(logs, variables[ATTEMPT])
-            cause = find_cause(notes, failures, supervisor.stopped_by, supervisor.hang)
+            cause = find_root_cause(notes, failures, supervisor.stopped_by, supervisor.hang)
             killed = num_killed_for_memory() - killed_before
             if not cause.can_restart or attempt == max_restarts or supervisor.stopped_by is not None:
                 break
-            place = f" from {restarts_from()}" if restarts_from is not None else ""
+            place = f" from {describe_restart_point()}" if describe_restart_point is not None else ""
             text = describe(cause, logs, out_of_memory=killed)
             restarted_for.append(text.split("\n")[0].removeprefix("shardwise: "))
-            _say(f"{text}\nshardwise: restart {attempt + 1}/{max_restarts}{place}")
+            _print_error(f"{text}\nshardwise: restart {attempt + 1}/{max_restarts}{place}")
         if cause.code == 0 and restarted_for:
             count = len(restarted_for)
-            _say(
+            _print_error(
                 f"shardwise: finished after {count} restart{'s' if count > 1 else ''}: {'; '.join(restarted_for[-3:])}"
             )
-        next_words = (next_words_after or {}).get(cause.code, next_words)
+        advice = (advice_by_code or {}).get(cause.code, advice)
         if cause.code not in (0, STOPPED):
             if not cause.is_shown:
-                _say(describe(cause, logs, next_words=next_words, with_tail=log_dir is None, out_of_memory=killed))
-            elif next_words and has_begun(logs):
-                _say(what_next(heartbeat.read(logs, 0), logs, next_words))
+                _print_error(describe(cause, logs, advice=advice, with_tail=log_dir is None, out_of_memory=killed))
+            elif advice and has_begun(logs):
+                _print_error(describe_next(heartbeat.read(logs, 0), logs, advice))
         if cause.signal_number is not None and cause.rank is not None and max_restarts > 0:
             return PEER_LOST
         return cause.code if cause.code in CODES or cause.signal_number is not None else 1
@@ -145,10 +145,10 @@ def num_workers(nproc: int | None = None) -> int:
 
 
 def _worker_variables(private: Path, logs: Path, attempt: int, nproc: int) -> dict[str, str]:
-    meeting = private / "meeting"
-    meeting.mkdir(mode=0o700, exist_ok=True)
+    rendezvous = private / "meeting"
+    rendezvous.mkdir(mode=0o700, exist_ok=True)
     variables = {
-        RENDEZVOUS_DIR: str(meeting),
+        RENDEZVOUS_DIR: str(rendezvous),
         RESTART_COUNT: str(attempt),
         ATTEMPT: f"{private.name}-{uuid.uuid4().hex}-{attempt}",
         LOG_DIR: str(logs),
@@ -211,7 +211,7 @@ def _run_once(
     return failures
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
@@ -219,12 +219,12 @@ def _say(text: str) -> None:
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set variables that the workers inherit from this process, because the agent offers no other way."""
-    kept = {name: os.environ.get(name) for name in [*variables, "TORCHELASTIC_SIGNALS_TO_HANDLE"]}
+    previous = {name: os.environ.get(name) for name in [*variables, "TORCHELASTIC_SIGNALS_TO_HANDLE"]}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:

@@ -57,12 +57,12 @@ def _memory() -> str:
 def _cpu_bf16() -> str:
     import torch
 
-    held = torch.backends.cpu.get_cpu_capability()
-    return f"cpu computes in it ({held}), by conversion where the processor has no instructions for it"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"cpu computes in it ({capability}), by conversion where the processor has no instructions for it"
 
 
 @functools.cache
-def program() -> dict[str, str]:
+def code_versions() -> dict[str, str]:
     """Return facts about the running program to compare over ranks, because different versions give different results.
 
     These are the versions of Python and torch, and a hash of shardwise's source files, which includes its version.

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.launch import heartbeat
-from shardwise.launch.cause import Cause, describe
 from shardwise.launch.exit_codes import is_consequence
+from shardwise.launch.root_cause import Cause, describe
 from shardwise.launch.world import World
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.text import printable
@@ -25,7 +25,7 @@ from shardwise.spec.text import printable
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
-def reported(work: Callable[[], int], world: World, next_words: str) -> Callable[[], int]:
+def with_error_file(work: Callable[[], int], world: World, advice: str) -> Callable[[], int]:
     """Return ``work``, extended so that torchrun gets the reason if ``work`` raises.
 
     The traceback of an error that is not ours is appended to ``logs/rank-RANK.log`` in the run's folder.
@@ -40,18 +40,18 @@ def reported(work: Callable[[], int], world: World, next_words: str) -> Callable
                 with contextlib.suppress(OSError), (logs / f"rank-{world.rank}.log").open("a") as log:
                     log.write(traceback.format_exc())
             if path := os.environ.get(_VARIABLE):
-                _write(Path(path), error, world.rank, logs, next_words)
+                _write(Path(path), error, world.rank, logs, advice)
             raise
 
     return run
 
 
-def _write(path: Path, error: Exception, rank: int, logs: Path | None, next_words: str) -> None:
+def _write(path: Path, error: Exception, rank: int, logs: Path | None, advice: str) -> None:
     """Write the message and its time; one second later for a rank whose peer is gone, which is not the cause."""
     code = error.exit_code if isinstance(error, ShardwiseError) else 1
     text = str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
     if logs is not None:
-        text = describe(Cause(code, rank, text), logs, next_words=next_words)
+        text = describe(Cause(code, rank, text), logs, advice=advice)
     when = {"timestamp": str(int(time.time()) + is_consequence(code, text))}
     with contextlib.suppress(OSError):
         path.write_text(json.dumps({"message": {"message": printable(text, is_block=True), "extraInfo": when}}))

@@ -51,7 +51,7 @@ CODES = frozenset({0, 1, 2, 65, 74, 75, 78, 80, 81, 82, 83, 84, 130})
 _AFTER_RANK_0_S = 0.5
 
 #: Errors of a disk that is full, over its quota, or read-only.
-_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 #: Bytes reserved at the start for an exit note, and the maximum number of characters of a reason that always fit there,
 #: in any encoding.
@@ -137,9 +137,9 @@ def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseE
     try:
         return work()
     except (ShardwiseError, OSError) as raised:
-        if not isinstance(raised, ShardwiseError) and raised.errno not in _REFUSALS:
+        if not isinstance(raised, ShardwiseError) and raised.errno not in _DISK_ERRORS:
             raise
-        error = raised if isinstance(raised, ShardwiseError) else refusal_of(raised)
+        error = raised if isinstance(raised, ShardwiseError) else to_storage_error(raised)
         to_log = getattr(sys.stderr, "write_to_log", None)
         is_shown = world.rank == 0
         if is_shown and error.exit_code == PEER_LOST and to_log is not None:
@@ -153,12 +153,12 @@ def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseE
         return error.exit_code
 
 
-def refusal_of(error: OSError) -> StorageError:
+def to_storage_error(error: OSError) -> StorageError:
     """Turn the system's error about a file into an error with an exit code."""
     where = f"{printable(error.filename)}: " if error.filename is not None else ""
-    refused = StorageError(f"{where}{error.strerror or error}.\n  See to the disk and the permissions.")
-    refused.__cause__ = error
-    return refused
+    converted = StorageError(f"{where}{error.strerror or error}.\n  See to the disk and the permissions.")
+    converted.__cause__ = error
+    return converted
 
 
 def read_exit_notes(directory: Path, attempt: str | None = None) -> dict[int, ExitNote]:

@@ -21,15 +21,15 @@ from shardwise.spec.errors import ShardwiseError
 _CALL = "call.pkl"
 
 
-def packed(value: Any) -> bytes:
+def serialize(value: Any) -> bytes:
     """Serialize ``value`` by cloudpickle, with the module search path of this process."""
     import cloudpickle
 
     return cloudpickle.dumps((sys.path, cloudpickle.dumps(value)))
 
 
-def unpacked(raw: bytes) -> Any:
-    """Undo :func:`packed`. Modules are also searched in the packing process's folders, after this process's own."""
+def deserialize(raw: bytes) -> Any:
+    """Undo :func:`serialize`. Modules are searched in this process's folders, then in the other one's."""
     import cloudpickle
 
     path, value = cloudpickle.loads(raw)
@@ -67,7 +67,7 @@ def launch(
     count = num_workers(nproc)
     with tempfile.TemporaryDirectory(prefix="shardwise-call-") as private:
         folder = Path(private)
-        (folder / _CALL).write_bytes(packed((fn, args, kwargs)))
+        (folder / _CALL).write_bytes(serialize((fn, args, kwargs)))
         code = launch_module(__name__, [private], count, max_restarts=max_restarts)
         if code:
             failed = ShardwiseError(
@@ -86,7 +86,7 @@ def _work(folder: Path) -> int:
     world = read_world()
 
     def call() -> int:
-        fn, args, kwargs = unpacked((folder / _CALL).read_bytes())
+        fn, args, kwargs = deserialize((folder / _CALL).read_bytes())
         (folder / f"result-{world.rank}.pkl").write_bytes(cloudpickle.dumps(fn(*args, **kwargs)))
         return 0
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from shardwise.launch import flight_recorder, heartbeat
 from shardwise.launch.exit_codes import TIMED_OUT, note_exit
-from shardwise.launch.heartbeat import Beat
+from shardwise.launch.heartbeat import Heartbeat
 
 #: Seconds between two checks.
 INTERVAL_S = 0.5
@@ -59,7 +59,7 @@ _ORDER = (GONE, STOPPED, SILENT, LOCKED, COMPUTING, ELSEWHERE, WAITING)
 class Hang:
     """A run that makes no progress."""
 
-    beat: Beat  # heartbeat of the rank that the others wait for
+    beat: Heartbeat  # heartbeat of the rank that the others wait for
     text: str  # the findings, in lines
 
 
@@ -72,46 +72,46 @@ class HangWatch:
 
     def __init__(self, directory: Path, ranks: Iterable[int]) -> None:
         self._directory = directory
-        self._places: dict[int, tuple[object, float]] = dict.fromkeys(ranks, (None, 0.0))
-        self._looked_at = time.monotonic()
+        self._progress: dict[int, tuple[object, float]] = dict.fromkeys(ranks, (None, 0.0))
+        self._checked_at = time.monotonic()
 
-    def overdue(self) -> Beat | None:
+    def overdue(self) -> Heartbeat | None:
         """Return a rank that has made no progress for longer than its limit. Call this every ``INTERVAL_S``."""
         now = time.monotonic()
-        passed_s, self._looked_at = min(now - self._looked_at, 4 * INTERVAL_S), now
+        passed_s, self._checked_at = min(now - self._checked_at, 4 * INTERVAL_S), now
         found = None
-        for rank, (place, since_s) in self._places.items():
+        for rank, (progress, since_s) in self._progress.items():
             beat = heartbeat.read(self._directory, rank)
             if beat is None:
                 continue
-            same_s = since_s + passed_s if beat.place == place else 0.0
-            self._places[rank] = beat.place, same_s
+            same_s = since_s + passed_s if beat.progress == progress else 0.0
+            self._progress[rank] = beat.progress, same_s
             if 0 < beat.limit_s <= same_s:
                 found = beat
         return found
 
 
-def explain(directory: Path, ranks: Sequence[int], late: Beat) -> Hang:
+def explain(directory: Path, ranks: Sequence[int], late: Heartbeat) -> Hang:
     """Make the ranks write their stacks and flight recorders, and find the rank that the others wait for."""
     beats = [beat for rank in ranks if (beat := heartbeat.read(directory, rank)) is not None] or [late]
-    here = [beat for beat in beats if beat.host == socket.gethostname()]
-    before = {beat.pid: _main_thread(beat.pid) for beat in here}
-    sizes = {beat.rank: _size(heartbeat.stacks_of(directory, beat.rank)) for beat in here}
+    local = [beat for beat in beats if beat.host == socket.gethostname()]
+    before = {beat.pid: _main_thread(beat.pid) for beat in local}
+    sizes = {beat.rank: _size(heartbeat.stacks_of(directory, beat.rank)) for beat in local}
     flight_recorder.request(directory)
-    for beat in here:
+    for beat in local:
         with contextlib.suppress(OSError):
             os.kill(beat.pid, heartbeat.STACKS_SIGNAL)
     time.sleep(_SAMPLE_S)
-    states = {beat.rank: _state(beat, before.get(beat.pid), is_here=beat in here) for beat in beats}
-    held = min(beats, key=lambda beat: (_ORDER.index(states[beat.rank]), beat.step, beat.rank))
+    states = {beat.rank: _state(beat, before.get(beat.pid), is_here=beat in local) for beat in beats}
+    blocker = min(beats, key=lambda beat: (_ORDER.index(states[beat.rank]), beat.step, beat.rank))
     lines = [
         (
-            f"rank {held.rank} (pid {held.pid}) has made no progress for {late.limit_s:g} s at step {held.step}, in the"
-            f" phase '{held.phase}'; {states[held.rank]}"
+            f"rank {blocker.rank} (pid {blocker.pid}) has made no progress for {late.limit_s:g} s at step"
+            f" {blocker.step}, in the phase '{blocker.phase}'; {states[blocker.rank]}"
         ),
-        f"  rank {held.rank} was last seen {held.collective or 'before its first collective'}",
+        f"  rank {blocker.rank} was last seen {blocker.collective or 'before its first collective'}",
     ]
-    others = [beat for beat in beats if beat is not held]
+    others = [beat for beat in beats if beat is not blocker]
     for beat in others[: _MOST_LINES - 1]:
         where = beat.collective if beat.is_waiting else states[beat.rank]
         lines.append(f"  rank {beat.rank} (pid {beat.pid}): step {beat.step}, phase '{beat.phase}', {where}")
@@ -120,17 +120,17 @@ def explain(directory: Path, ranks: Sequence[int], late: Beat) -> Hang:
     num_hosts = len({beat.host for beat in beats})
     if num_hosts > 1 and set(states.values()) == {WAITING}:
         lines.append(f"  every rank waits for others, on {num_hosts} machines: see whether these reach each other")
-    _await_recorders(directory, [beat.rank for beat in here if states[beat.rank] not in (GONE, STOPPED, LOCKED)])
+    _await_recorders(directory, [beat.rank for beat in local if states[beat.rank] not in (GONE, STOPPED, LOCKED)])
     lines += flight_recorder.summary(directory, [beat.rank for beat in beats])
-    written = [beat for beat in here if _size(heartbeat.stacks_of(directory, beat.rank)) > sizes[beat.rank]]
-    if written:
+    with_stacks = [beat for beat in local if _size(heartbeat.stacks_of(directory, beat.rank)) > sizes[beat.rank]]
+    if with_stacks:
         lines.append(
-            f"  stacks: {', '.join(str(heartbeat.stacks_of(directory, b.rank)) for b in written[:_MOST_LINES])}"
+            f"  stacks: {', '.join(str(heartbeat.stacks_of(directory, b.rank)) for b in with_stacks[:_MOST_LINES])}"
         )
-    silent = [str(beat.rank) for beat in here if beat not in written]
+    silent = [str(beat.rank) for beat in local if beat not in with_stacks]
     if silent:
         lines.append(f"  no stack of rank {', '.join(silent)}: a process that is stopped or gone cannot write one")
-    return Hang(held, "\n".join(lines))
+    return Hang(blocker, "\n".join(lines))
 
 
 def _await_recorders(directory: Path, ranks: Sequence[int]) -> None:
@@ -141,7 +141,7 @@ def _await_recorders(directory: Path, ranks: Sequence[int]) -> None:
         time.sleep(0.05)
 
 
-def watch_own_rank(directory: Path, rank: int, size: int, *, safe: Callable[[], str]) -> threading.Event:
+def watch_own_rank(directory: Path, rank: int, size: int, *, describe: Callable[[], str]) -> threading.Event:
     """Watch this process from a separate thread, and end it with code 82 when its main thread makes no progress.
 
     For worlds that our launcher has not started. The first rank that finds a hang prints the message, and kills stopped
@@ -151,9 +151,9 @@ def watch_own_rank(directory: Path, rank: int, size: int, *, safe: Callable[[], 
         An event that ends the watch when it is set.
     """
     ends = threading.Event()
-    said = directory / "hang.txt"
+    report = directory / "hang.txt"
     if rank == 0:
-        said.unlink(missing_ok=True)
+        report.unlink(missing_ok=True)
         flight_recorder.clear(directory)
 
     def run() -> None:
@@ -161,18 +161,20 @@ def watch_own_rank(directory: Path, rank: int, size: int, *, safe: Callable[[], 
         while not ends.wait(INTERVAL_S):
             late = watch.overdue()
             if late is not None:
-                _end_own_rank(directory, range(size), late, said, safe)
+                _end_own_rank(directory, range(size), late, report, describe)
 
     threading.Thread(target=run, name="shardwise-hang-watch", daemon=True).start()
     return ends
 
 
-def _end_own_rank(directory: Path, ranks: Sequence[int], late: Beat, said: Path, safe: Callable[[], str]) -> None:
+def _end_own_rank(
+    directory: Path, ranks: Sequence[int], late: Heartbeat, report: Path, describe: Callable[[], str]
+) -> None:
     # CUDA may hang in a call for the flight recorder and hold the interpreter's lock; this ends the process then.
     faulthandler.dump_traceback_later(_LONGEST_S, exit=True)
     hang = explain(directory, ranks, late)
-    text = f"{hang.text}\n{safe()}"
-    with contextlib.suppress(FileExistsError, OSError), said.open("x", encoding="utf-8") as file:
+    text = f"{hang.text}\n{describe()}"
+    with contextlib.suppress(FileExistsError, OSError), report.open("x", encoding="utf-8") as file:
         file.write(text + "\n")
         sys.stderr.write(f"shardwise: {text}\n")
         sys.stderr.flush()
@@ -183,7 +185,7 @@ def _end_own_rank(directory: Path, ranks: Sequence[int], late: Beat, said: Path,
     os._exit(TIMED_OUT)
 
 
-def _state(beat: Beat, before: tuple[str, float] | None, *, is_here: bool) -> str:
+def _state(beat: Heartbeat, before: tuple[str, float] | None, *, is_here: bool) -> str:
     if not is_here:
         return SILENT if time.time() - beat.time_s > _SILENT_S else WAITING if beat.is_waiting else ELSEWHERE
     now = _main_thread(beat.pid)
@@ -207,11 +209,11 @@ def _main_thread(pid: int) -> tuple[str, float] | None:
     for folder in (Path(f"/proc/{pid}/task/{pid}"), Path(f"/proc/{pid}")):
         with contextlib.suppress(OSError):
             fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
-            had_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            busy_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
             with contextlib.suppress(OSError, ValueError):
                 ran_ns, waited_ns, _ = (folder / "schedstat").read_text().split()
-                had_s = max(had_s, (int(ran_ns) + int(waited_ns)) / 1e9)
-            return fields[0], had_s
+                busy_s = max(busy_s, (int(ran_ns) + int(waited_ns)) / 1e9)
+            return fields[0], busy_s
     return None
 
 

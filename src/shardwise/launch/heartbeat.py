@@ -37,7 +37,7 @@ _LONGEST_COLLECTIVE = 300
 
 
 @dataclass(slots=True)
-class Beat:
+class Heartbeat:
     """One record."""
 
     rank: int
@@ -55,12 +55,12 @@ class Beat:
     time_s: float = 0.0  # time of the record, in seconds since the epoch
 
     @property
-    def place(self) -> tuple[int, int, str, int]:
+    def progress(self) -> tuple[int, int, str, int]:
         """The values that change while the main thread makes progress."""
         return self.pid, self.step, self.phase, self.moves
 
 
-class Heart:
+class HeartbeatWriter:
     """Writes the records of this process.
 
     Attributes:
@@ -68,15 +68,15 @@ class Heart:
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
-        self.beat = Beat(rank)  # the newest record
-        self._where: Callable[[], tuple[str, bool]] | None = None
+        self.beat = Heartbeat(rank)  # the newest record
+        self._find_collective: Callable[[], tuple[str, bool]] | None = None
         self._file = os.open(path_of(directory, rank), os.O_RDWR | os.O_CREAT, 0o644)
         self._stacks = stacks_of(directory, rank).open("a", encoding="utf-8")
         if threading.current_thread() is threading.main_thread():
             signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # stays after end(), so that a late signal does not kill
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self.directory, self._request = directory, flight_recorder.requested(directory)
-        self._ends = threading.Event()
+        self._stop = threading.Event()
         self.write()
         self._thread = threading.Thread(target=self._run, name="shardwise-heartbeat", daemon=True)
         self._thread.start()
@@ -89,32 +89,32 @@ class Heart:
         with contextlib.suppress(OSError):
             os.pwrite(self._file, record.ljust(RECORD_BYTES - 1) + b"\n", 0)
 
-    def look_where(self) -> None:
+    def update_collective(self) -> None:
         """Record the main thread's collective, and the process's peak memory."""
-        if self._where is not None:
-            collective, self.beat.is_waiting = self._where()
+        if self._find_collective is not None:
+            collective, self.beat.is_waiting = self._find_collective()
             self.beat.collective = collective[:_LONGEST_COLLECTIVE]
         self.beat.peak_rss_bytes = peak_rss_bytes()
 
-    def ask(self, where: Callable[[], tuple[str, bool]]) -> None:
+    def set_collective_source(self, where: Callable[[], tuple[str, bool]]) -> None:
         """Set the function that returns the main thread's collective, and whether the thread waits in it."""
-        self._where = where
+        self._find_collective = where
 
     def end(self) -> None:
         """Stop the thread; the last record is kept."""
-        self._ends.set()
+        self._stop.set()
         self._thread.join(timeout=2 * INTERVAL_S)
         faulthandler.unregister(STACKS_SIGNAL)
         self._stacks.close()
         os.close(self._file)
 
     def _run(self) -> None:
-        while not self._ends.wait(INTERVAL_S):
-            self.look_where()
+        while not self._stop.wait(INTERVAL_S):
+            self.update_collective()
             self.write()
-            self._answer()
+            self._answer_recorder_request()
 
-    def _answer(self) -> None:
+    def _answer_recorder_request(self) -> None:
         request = flight_recorder.requested(self.directory)
         if request not in (None, self._request):
             flight_recorder.write(self.directory, self.beat.rank)
@@ -122,10 +122,10 @@ class Heart:
 
 
 #: The heartbeat of this process, if it writes one.
-_heart: Heart | None = None
+_heart: HeartbeatWriter | None = None
 
 
-def begin(directory: Path, rank: int) -> Heart:
+def begin(directory: Path, rank: int) -> HeartbeatWriter:
     """Start writing this process's records into ``directory``; no effect if that was already done.
 
     Raises:
@@ -133,7 +133,7 @@ def begin(directory: Path, rank: int) -> Heart:
     """
     global _heart  # noqa: PLW0603 - one per process, as its main thread is one
     if _heart is None:
-        _heart = Heart(directory, rank)
+        _heart = HeartbeatWriter(directory, rank)
     return _heart
 
 
@@ -149,7 +149,7 @@ def enter(phase: str, *, step: int | None = None, limit_s: float | None = None, 
     """Record that the main thread enters a phase or a step. Values that are ``None`` stay. No effect before begin()."""
     if _heart is None:
         return
-    _heart.look_where()
+    _heart.update_collective()
     beat = _heart.beat
     beat.phase, beat.moves = phase, 0
     beat.step = beat.step if step is None else step
@@ -158,7 +158,7 @@ def enter(phase: str, *, step: int | None = None, limit_s: float | None = None, 
     _heart.write()
 
 
-def move() -> None:
+def record_progress() -> None:
     """Record progress of the main thread within its phase; the thread writes it soon."""
     if _heart is not None:
         _heart.beat.moves += 1
@@ -179,11 +179,11 @@ def stacks_of(directory: Path, rank: int) -> Path:
     return directory / f"stack-{rank}.txt"
 
 
-def read(directory: Path, rank: int) -> Beat | None:
+def read(directory: Path, rank: int) -> Heartbeat | None:
     """Return a rank's newest record; ``None`` if there is none or it is incomplete."""
     try:
         with path_of(directory, rank).open("rb") as file:
-            return Beat(**json.loads(file.read(RECORD_BYTES)))
+            return Heartbeat(**json.loads(file.read(RECORD_BYTES)))
     except (OSError, ValueError, TypeError):
         return None
 

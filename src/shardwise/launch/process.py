@@ -19,20 +19,20 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def boot() -> str:
+def boot_id() -> str:
     """Return an identity of this machine's current boot, different for other machines and for later boots."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
 
 
-def began(pid: int) -> str:
+def start_time(pid: int) -> str:
     """Return a process's start time in clock ticks of this boot; empty if it does not exist or has ended."""
     fields = stat(pid)
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
 
 
-def parent(pid: int) -> int:
+def parent_of(pid: int) -> int:
     """Return the process number of a process's parent; 0 if there is no such process."""
     fields = stat(pid)
     return int(fields[1]) if len(fields) > 1 else 0

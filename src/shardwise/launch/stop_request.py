@@ -30,10 +30,10 @@ def catch_early() -> None:
     A second request ends the process, because there may never be a :class:`StopRequest`.
     """
     for number in REQUESTS:
-        signal.signal(number, _note_early)
+        signal.signal(number, _on_early_signal)
 
 
-def _note_early(number: int, frame: FrameType | None) -> None:
+def _on_early_signal(number: int, frame: FrameType | None) -> None:
     del frame
     if _early:
         os._exit(128 + number)
@@ -48,34 +48,33 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_number = 0  # the first signal, 0 for none
-        self.came_at_s = 0.0  # its time, on ``time.monotonic``
-        self.safe = ""  # text printed at the second Ctrl-C
-        self._kept: dict[int, Any] = {}
+        self.received_at_s = 0.0  # its time, on ``time.monotonic``
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         """Install the signal handlers. Outside of the main thread this is not possible, and nothing is caught."""
         if threading.current_thread() is threading.main_thread():
             for number in REQUESTS:
-                self._kept[number] = signal.signal(number, self._note)
+                self._previous_handlers[number] = signal.signal(number, self._on_signal)
             if _early:
-                self.signal_number, self.came_at_s = _early[0]
+                self.signal_number, self.received_at_s = _early[0]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore the previous signal handlers."""
-        for number, handler in self._kept.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._kept.clear()
+        self._previous_handlers.clear()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         if number == signal.SIGINT and self.signal_number == signal.SIGINT:
-            os.write(2, f"\ninterrupted again: ended at once. {self.safe}\n".encode())
+            os.write(2, b"\ninterrupted again: ended at once.\n")
             os._exit(INTERRUPTED)
         if not self.signal_number:
-            self.signal_number, self.came_at_s = number, time.monotonic()
+            self.signal_number, self.received_at_s = number, time.monotonic()
 
 
 def exit_code(signal_number: int) -> int:

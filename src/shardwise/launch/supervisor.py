@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from shardwise.launch import heartbeat
 from shardwise.launch.hang import INTERVAL_S, Hang, HangWatch, explain
-from shardwise.launch.process import parent
+from shardwise.launch.process import parent_of
 from shardwise.launch.stop_request import REQUESTS
 from shardwise.launch.worker import LAUNCHER_PID
 
@@ -29,23 +29,23 @@ class Supervisor:
     once, and so does the end of the grace period after the first.
     """
 
-    def __init__(self, logs: Path, num_ranks: int, grace_s: float, stop_words: str) -> None:
+    def __init__(self, logs: Path, num_ranks: int, grace_s: float, stop_text: str) -> None:
         self.stopped_by: int | None = None  # the first signal received; ``None`` for none
         #: Whether this object has killed the workers: because of a second signal, a hang or the grace period.
-        self.is_ended = False
+        self.has_killed = False
         self.hang: Hang | None = None  # the hang because of which the workers were killed
-        self._logs, self._num_ranks, self._grace_s, self._stop_words = logs, num_ranks, grace_s, stop_words
+        self._logs, self._num_ranks, self._grace_s, self._stop_text = logs, num_ranks, grace_s, stop_text
         self._stopped_at_s = 0.0
-        self._told: set[int] = set()
-        self._kept: dict[int, Any] = {}
-        self._ends = threading.Event()
+        self._signaled: set[int] = set()
+        self._previous_handlers: dict[int, Any] = {}
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def __enter__(self) -> Self:
         """Install signal handlers if this is the main thread, and start watching."""
         if threading.current_thread() is threading.main_thread():
             for number in REQUESTS:
-                self._kept[number] = signal.signal(number, self._note)
+                self._previous_handlers[number] = signal.signal(number, self._on_signal)
         self._thread.start()
         return self
 
@@ -53,51 +53,51 @@ class Supervisor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop watching and restore the signal handlers."""
-        self._ends.set()
+        self._stop.set()
         self._thread.join()
-        for number, handler in self._kept.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self.stopped_by is None:
             self.stopped_by, self._stopped_at_s = number, time.monotonic()
             name = signal.Signals(number).name
-            sys.stderr.write(f"shardwise: {name}: {self._stop_words}; once more ends at once\n")
+            sys.stderr.write(f"shardwise: {name}: {self._stop_text}; once more ends at once\n")
         else:
-            self._end()
+            self._kill()
 
     def _run(self) -> None:
         watch = HangWatch(self._logs, range(self._num_ranks))
-        while not self._ends.wait(INTERVAL_S / 2):
+        while not self._stop.wait(INTERVAL_S / 2):
             if self.stopped_by is not None:
-                self._pass_on(self.stopped_by)
-                if time.monotonic() - self._stopped_at_s > self._grace_s and not self.is_ended:
-                    self._end()
+                self._forward_signal(self.stopped_by)
+                if time.monotonic() - self._stopped_at_s > self._grace_s and not self.has_killed:
+                    self._kill()
             late = watch.overdue()
-            if late is not None and self.hang is None and not self.is_ended and late.pid in self._workers():
+            if late is not None and self.hang is None and not self.has_killed and late.pid in self._workers():
                 hang = explain(self._logs, range(self._num_ranks), late)
                 if late.pid in self._workers():  # otherwise it has just exited
                     self.hang = hang
-                    self._end()
+                    self._kill()
 
-    def _pass_on(self, number: int) -> None:
+    def _forward_signal(self, number: int) -> None:
         beats = [heartbeat.read(self._logs, rank) for rank in range(self._num_ranks)]
         ready = {beat.pid for beat in beats if beat is not None}
         is_late = time.monotonic() - self._stopped_at_s > _LATEST_S
-        for pid in self._workers() - self._told:
+        for pid in self._workers() - self._signaled:
             if pid in ready or is_late:
-                self._told.add(pid)
+                self._signaled.add(pid)
                 with contextlib.suppress(OSError):
                     os.kill(pid, number)
 
-    def _end(self) -> None:
-        self.is_ended = True
+    def _kill(self) -> None:
+        self.has_killed = True
         kill_workers()
 
     def _workers(self) -> set[int]:
         """Return the workers without the processes that they have started."""
-        return {pid for pid in _started_here() if parent(pid) == os.getpid()}
+        return {pid for pid in _started_here() if parent_of(pid) == os.getpid()}
 
 
 def kill_workers() -> None:

@@ -41,13 +41,13 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     into the folder of the run that replaces it. With ``parent_pid`` this works even after the parent's death.
     """
     parent = parent_pid if parent_pid is not None else os.getppid()
-    if not _ask_the_kernel():
-        threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
+    if not _set_parent_death_signal():
+        threading.Thread(target=_poll_parent, args=(parent,), name="parent-watch", daemon=True).start()
     if os.getppid() != parent:  # the parent ended before the call above
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _ask_the_kernel() -> bool:
+def _set_parent_death_signal() -> bool:
     if sys.platform != "linux":
         return False
     try:
@@ -56,7 +56,7 @@ def _ask_the_kernel() -> bool:
         return False
 
 
-def _watch(parent: int) -> None:
+def _poll_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -74,7 +74,7 @@ class _Tee:
         written = self._terminal.write(text)
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
-            self._log.write(_plain(line) + "\n")
+            self._log.write(_without_control(line) + "\n")
         self._line = self._line[self._line.rfind("\r") + 1 :]
         return written
 
@@ -88,8 +88,8 @@ class _Tee:
 
     def finish(self) -> None:
         """Write the last line if it is incomplete."""
-        if _plain(self._line):
-            self._log.write(_plain(self._line) + "\n")
+        if _without_control(self._line):
+            self._log.write(_without_control(self._line) + "\n")
         self._line = ""
         self.flush()
 
@@ -97,9 +97,9 @@ class _Tee:
         return getattr(self._terminal, name)
 
 
-def _plain(line: str) -> str:
-    kept = line.rstrip("\r")
-    return _CONTROL.sub("", kept[kept.rfind("\r") + 1 :])
+def _without_control(line: str) -> str:
+    text = line.rstrip("\r")
+    return _CONTROL.sub("", text[text.rfind("\r") + 1 :])
 
 
 def _open_log(rank: int) -> TextIO:

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.launch import watchdog
-from shardwise.launch.notice import tell_once
+from shardwise.launch.log_once import log_once
 from shardwise.spec.errors import CommError, ConfigError, MeshError
 
 if TYPE_CHECKING:
@@ -154,19 +154,19 @@ class _Variables:
                 return int(text)
         return None
 
-    def required(self, *names: str, beside: str, minimum: int = 0) -> int:
+    def required(self, *names: str, given: str, minimum: int = 0) -> int:
         number = self.number(*names, minimum=minimum)
         if number is None:
             raise ConfigError(
-                f"{beside} is set in the environment, but {names[0]} is not.\n"
-                f"  Set {names[0]} too, or start with torchrun, which sets all of them; or unset {beside}."
+                f"{given} is set in the environment, but {names[0]} is not.\n"
+                f"  Set {names[0]} too, or start with torchrun, which sets all of them; or unset {given}."
             )
         return number
 
 
 def _from_rank_variables(variables: _Variables) -> World:
-    rank = variables.required("RANK", beside="WORLD_SIZE")
-    size = variables.required("WORLD_SIZE", beside="RANK", minimum=1)
+    rank = variables.required("RANK", given="WORLD_SIZE")
+    size = variables.required("WORLD_SIZE", given="RANK", minimum=1)
     address, port = variables.text("MASTER_ADDR"), _port(variables)
     if variables.has(RENDEZVOUS_DIR):
         source = "launcher"
@@ -220,8 +220,8 @@ def _is_task_of_slurm(variables: _Variables) -> bool:
 
 
 def _from_slurm(variables: _Variables) -> World:
-    rank = variables.required("SLURM_PROCID", beside="SLURM_PROCID")
-    size = variables.required("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", beside="SLURM_PROCID", minimum=1)
+    rank = variables.required("SLURM_PROCID", given="SLURM_PROCID")
+    size = variables.required("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", given="SLURM_PROCID", minimum=1)
     nodes_text = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     hosts = expand_nodelist(nodes_text) if nodes_text is not None else []
     num_nodes = variables.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", minimum=1)
@@ -244,7 +244,7 @@ def _from_slurm(variables: _Variables) -> World:
     return World(
         rank=rank,
         size=size,
-        local_rank=variables.required("SLURM_LOCALID", beside="SLURM_PROCID"),
+        local_rank=variables.required("SLURM_LOCALID", given="SLURM_PROCID"),
         local_size=_slurm_local_size(variables, size, num_nodes),
         num_nodes=num_nodes,
         master_addr=address,
@@ -349,8 +349,8 @@ def _check(world: World) -> None:
 # --- joining ----------------------------------------------------------------------------------------------------------
 
 _has_initialized = False
-#: Conditions under which the group is kept; see :func:`hold_group_while`.
-_held_while: list[Callable[[], bool]] = []
+#: Conditions under which the group is kept; see :func:`keep_group_while`.
+_keep_conditions: list[Callable[[], bool]] = []
 
 
 def init_process_group(
@@ -377,7 +377,7 @@ def init_process_group(
 
     if distributed.is_initialized():
         return
-    _check_own_name(world)
+    _check_host_name(world)
     timeout = dt.timedelta(seconds=timeout_s)
     is_cuda = torch.device(device).type == "cuda"
     if is_cuda:
@@ -420,7 +420,7 @@ def own_device(world: World) -> torch.device:
             f" {num_gpus}.\n  Start as many ranks as GPUs; under Slurm with --gpus-per-node={world.local_size}."
         )
     if num_gpus > world.local_size and world.source == "slurm":
-        tell_once(
+        log_once(
             f"{num_gpus} GPUs are visible, but Slurm has started {world.local_size} task{'s' * (world.local_size > 1)}"
             f" here, so that the others stay idle. Use them with srun --ntasks-per-node={num_gpus}"
             f"{f', or --nproc {num_gpus}' if world.size == 1 else ''}"
@@ -452,18 +452,18 @@ def joined(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[to
     """Call :func:`join`, and at the end :func:`shutdown` if that created the group. All ranks must enter."""
     from torch import distributed
 
-    was_there = distributed.is_initialized()
+    existed = distributed.is_initialized()
     device = join(world, timeout_s=timeout_s)
     try:
         yield device
     finally:
-        if not was_there:
+        if not existed:
             shutdown()
 
 
-def hold_group_while(is_needed: Callable[[], bool]) -> None:
+def keep_group_while(is_needed: Callable[[], bool]) -> None:
     """Make :func:`shutdown` keep the default group while ``is_needed()`` returns true."""
-    _held_while.append(is_needed)
+    _keep_conditions.append(is_needed)
 
 
 def shutdown() -> None:
@@ -476,7 +476,7 @@ def shutdown() -> None:
         return
     from torch import distributed
 
-    if distributed.is_initialized() and not any(is_needed() for is_needed in _held_while):
+    if distributed.is_initialized() and not any(is_needed() for is_needed in _keep_conditions):
         distributed.destroy_process_group()
     _has_initialized = False
 
@@ -574,7 +574,7 @@ def _listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-def _check_own_name(world: World) -> None:
+def _check_host_name(world: World) -> None:
     """Refuse one of several machines if its host name resolves to loopback, as in Debian's /etc/hosts.
 
     Gloo listens on the address of that name, and no other machine would reach it: all ranks would wait for the time
@@ -583,7 +583,7 @@ def _check_own_name(world: World) -> None:
     if world.is_single_node or os.environ.get(_GLOO_INTERFACE):
         return
     name = socket.gethostname()
-    if (world.source != "slurm" and _stays_here(world.master_addr)) or not _stays_here(name):
+    if (world.source != "slurm" and _resolves_to_loopback(world.master_addr)) or not _resolves_to_loopback(name):
         return
     interfaces = ", ".join(each for _, each in socket.if_nameindex() if each != loopback_interface())
     raise ConfigError(
@@ -592,7 +592,7 @@ def _check_own_name(world: World) -> None:
     )
 
 
-def _stays_here(name: str) -> bool:
+def _resolves_to_loopback(name: str) -> bool:
     """Return whether a name resolves to loopback, or not at all."""
     try:
         return _is_loopback(_resolved(name))
@@ -622,8 +622,8 @@ def _own_address(address: str) -> str:
 
 def address_of(interface: str) -> str:
     """Return the IPv4 address of a network interface of this machine (``netdevice(7)``)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp_socket:
+        answer = fcntl.ioctl(udp_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
     return socket.inet_ntoa(answer[20:24])
 
 

@@ -99,7 +99,7 @@ def serve(
     def time_left_s() -> float | None:
         if not thread.is_alive():
             raise ShardwiseError("the thread that answers HTTP has ended; its log says why.\n  Start the server again.")
-        return grace_s - (time.monotonic() - stop.came_at_s) if stop.signal_number else None
+        return grace_s - (time.monotonic() - stop.received_at_s) if stop.signal_number else None
 
     scheduler = Scheduler(queue, batcher.num_batches, max_rows, time_left_s)
     served = Served(

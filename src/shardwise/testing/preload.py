@@ -49,7 +49,7 @@ def _preload() -> None:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     with contextlib.suppress(Exception):  # the cached hash of all source files, which every rank's first model needs
-        importlib.import_module("shardwise.launch.environment").program()
+        importlib.import_module("shardwise.launch.environment").code_versions()
     del sys.modules["torchao"]
     # Every rank inherits some 300,000 permanent objects. Freezing them saves a quarter of a second at each garbage
     # collection of a rank, and copies of the memory pages that a collection writes to.

@@ -6,12 +6,12 @@ import torch
 
 from shardwise.comm import stall
 from shardwise.engine.storage import optimizer
-from shardwise.launch import notice
+from shardwise.launch import log_once
 
 
 def forget_notices() -> None:
     """Forget which notices were printed, so that each is printed once again."""
-    notice._told.clear()  # noqa: SLF001
+    log_once._printed.clear()  # noqa: SLF001
 
 
 def forget_declaration(optimizer_class: type[torch.optim.Optimizer]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from shardwise.launch.elastic import num_workers
-from shardwise.launch.function import packed
+from shardwise.launch.function import serialize
 from shardwise.launch.world import read_world
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.run_files import SUMMARY
@@ -83,7 +83,7 @@ def train(
         file, spec_file = _written(config, Path(private)), None
         if spec is not None:
             spec_file = Path(private) / "spec.pkl"
-            spec_file.write_bytes(packed(spec))
+            spec_file.write_bytes(serialize(spec))
         raw, directory = _read(file, directory, wanted)
         raw.raise_if_any()
         to = raw.config.checkpoint.upload_to

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
-from shardwise.launch.exit_codes import refusal_of
+from shardwise.launch.exit_codes import to_storage_error
 from shardwise.spec.errors import CheckpointError, ConfigError, NonFiniteError, ShardwiseError, StateError, StorageError
 from shardwise.spec.text import printable
 from shardwise.train.data.token_files import DataError
@@ -60,7 +60,7 @@ class Control:
             try:
                 outcome = {"value": action()}
             except (ShardwiseError, OSError) as error:
-                caught = error if isinstance(error, ShardwiseError) else refusal_of(error)
+                caught = error if isinstance(error, ShardwiseError) else to_storage_error(error)
                 kind = next((k.__name__ for k in type(caught).__mro__ if k.__name__ in _KINDS), "ShardwiseError")
                 outcome = {"kind": kind, "text": str(caught), "code": caught.exit_code}
         outcome = all_gather_json(self.comm, outcome)[0]

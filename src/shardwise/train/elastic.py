@@ -47,7 +47,7 @@ def launcher_identity(world: World) -> str | None:
     if world.source != "torchrun":
         return name
     pid = _agent()
-    return f"{name}: process {pid} of {process.boot()}, begun at {process.began(pid)}"
+    return f"{name}: process {pid} of {process.boot_id()}, begun at {process.start_time(pid)}"
 
 
 def _agent() -> int:
@@ -58,7 +58,7 @@ def _agent() -> int:
     pid = os.getppid()
     with contextlib.suppress(OSError):
         while pid > 1 and b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes():
-            pid = process.parent(pid)
+            pid = process.parent_of(pid)
     return pid
 
 

@@ -148,9 +148,9 @@ def launch_training(
             log_dir=directory / LOGS,
             env={CATCHES_STOPS: "1"} | ({} if spec_file is None else {FILE_VARIABLE: str(spec_file)}),
             grace_s=resolved.config.train.grace_s,
-            restarts_from=lambda: _restart_point(directory, resume, to),
-            next_words=again,
-            next_words_after={NonFiniteError.exit_code: lower, **refused},
+            describe_restart_point=lambda: _restart_point(directory, resume, to),
+            advice=again,
+            advice_by_code={NonFiniteError.exit_code: lower, **refused},
         )
     finally:
         lock.release()
@@ -211,7 +211,7 @@ def train_worker(
     found: dict[str, Any] | None = None,
 ) -> int:
     """Train as one of the workers. Return the exit code; ``found`` receives the run's summary and folder."""
-    from shardwise.launch.error_file import reported
+    from shardwise.launch.error_file import with_error_file
     from shardwise.launch.exit_codes import run_worker, show_error
 
     def train_here() -> int:
@@ -241,7 +241,7 @@ def train_worker(
             return code
 
     again = "start the same command again, with --resume"
-    return run_worker(reported(train_here, world, again), world, show_error)
+    return run_worker(with_error_file(train_here, world, again), world, show_error)
 
 
 def step_range_of(text: str | None) -> range:

@@ -50,7 +50,7 @@ class RunLock:
             return None
         left = self._take(wait_s)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._head = f"process {os.getpid()} on {printable(socket.gethostname())}, since {since}\n{process.boot()}\n"
+        self._head = f"process {os.getpid()} on {printable(socket.gethostname())}, since {since}\n{process.boot_id()}\n"
         try:
             self._write(0)
         except OSError as error:
@@ -84,7 +84,7 @@ class RunLock:
                 with contextlib.suppress(Timeout):
                     self._lock.acquire(timeout=wait_s)
                 words, boot = [*self._read().split("\n"), ""][:2]
-                is_left = self._lock.is_locked and (not words or boot == process.boot())
+                is_left = self._lock.is_locked and (not words or boot == process.boot_id())
                 if not is_left and not (self._takes_over and self._is_silent()):
                     raise self._refusal()
                 if not self._lock.is_locked:

@@ -24,9 +24,9 @@ from shardwise.api.save import drop_save
 from shardwise.checkpoint.storage import Url, place_of
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.part import plain_of
-from shardwise.launch import fault, heartbeat
+from shardwise.launch import heartbeat, inject
 from shardwise.launch.exit_codes import note_exit
-from shardwise.launch.notice import tell_once
+from shardwise.launch.log_once import log_once
 from shardwise.launch.stop_request import exit_code
 from shardwise.measure.storage import held_bytes
 from shardwise.spec.errors import (
@@ -221,7 +221,7 @@ class Loop:
             random_state.seed_all(random_state.rank_seed(seed, self.parts.reader))
         elif resume is not None:
             to = self.config.checkpoint.upload_to
-            found = self.control.on_first(lambda: str(find_checkpoint(self.directory, resume, to, say=tell_once)))
+            found = self.control.on_first(lambda: str(find_checkpoint(self.directory, resume, to, say=log_once)))
             path = place_of(found)
             changes = [f"from {path}"] if isinstance(path, Url) else []
             changes += self.owner.check(path)
@@ -392,7 +392,7 @@ class Loop:
 
     def fault_at(self, point: str, step: int) -> None:
         """Inject a requested fault, for tests of recovery."""
-        fault.at(point, step, lambda: (plain_of(p) for p in self.model.parameters() if p.shape.numel()))
+        inject.at(point, step, lambda: (plain_of(p) for p in self.model.parameters() if p.shape.numel()))
 
     def gradients(self) -> Iterator[Tensor]:
         """Return this rank's gradients, for an injected fault."""
@@ -598,7 +598,7 @@ class Loop:
         self._save()
         if self.checkpoints.saved_step != self.done.step:
             raise StorageError(f"stop requested, but the step was not saved: {self.checkpoints.failures[-1]}")
-        waited_s = time.monotonic() - self.stop.came_at_s if self.stop.signal_number else 0.0
+        waited_s = time.monotonic() - self.stop.received_at_s if self.stop.signal_number else 0.0
         problem = self._finish_save(self.config.train.grace_s - waited_s - _ENDS_S)
         reason = f"stop requested, saved step {self.done.step}, {self._how_to_continue}"
         if problem is not None:
@@ -612,7 +612,7 @@ class Loop:
 
         A run without any checkpoint saves anyway, because it has nothing to lose.
         """
-        waited_s = time.monotonic() - self.stop.came_at_s if self.stop.signal_number else 0.0
+        waited_s = time.monotonic() - self.stop.received_at_s if self.stop.signal_number else 0.0
         left_s = self.config.train.grace_s - waited_s
         if self.save_s <= left_s or not self.checkpoints.saved_step:
             return None

@@ -40,7 +40,7 @@ class Microbatches:
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield ``batches``, and add the time spent waiting for them to ``data_s``."""
         while True:
-            heartbeat.move()
+            heartbeat.record_progress()
             started = time.perf_counter()
             batch = next(batches, self)
             self.data_s += time.perf_counter() - started

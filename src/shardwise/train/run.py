@@ -23,7 +23,7 @@ from shardwise.api.save import Optimizers
 from shardwise.checkpoint import plain
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch import heartbeat
-from shardwise.launch.error_file import reported
+from shardwise.launch.error_file import with_error_file
 from shardwise.launch.exit_codes import run_worker, show_error
 from shardwise.launch.process import num_gpus
 from shardwise.launch.world import World, read_world
@@ -287,7 +287,7 @@ class Run:
             **values: Other values, by their names in the record: an ``sw.Mean``, or a number or tensor without
                 dimensions, which is averaged over the ranks. ``eval_loss`` is a held-out loss.
         """
-        heartbeat.move()
+        heartbeat.record_progress()
         reserved = {each.name for each in dataclasses.fields(Record) if each.name != "eval_loss"} & set(values)
         if reserved:
             raise ConfigError(
@@ -491,4 +491,4 @@ def _report_exit(error: ShardwiseError, world: World) -> int:
     def fail() -> int:
         raise error
 
-    return run_worker(reported(fail, world, "start the same command again"), world, show_error)
+    return run_worker(with_error_file(fail, world, "start the same command again"), world, show_error)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from shardwise.launch.function import unpacked
+from shardwise.launch.function import deserialize
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import did_you_mean, printable
 from shardwise.train.callback import Callback
@@ -236,7 +236,7 @@ def _hash_of(module: ModuleType) -> str:
 def spec_from_environment() -> TrainSpec | None:
     """Return the spec that ``sw.train`` left for this process, if it started this process."""
     file = os.environ.get(FILE_VARIABLE)
-    return unpacked(Path(file).read_bytes()) if file else None
+    return deserialize(Path(file).read_bytes()) if file else None
 
 
 def with_code(spec: TrainSpec) -> TrainSpec:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.checkpoint import plain
 from shardwise.engine.storage.attachment import engine_of
-from shardwise.launch import fault
+from shardwise.launch import inject
 from shardwise.optim.scaler import needs_scaler
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.hub import hub_name
@@ -311,7 +311,7 @@ class Trainer:
         every = config.train.check_replicas_every
         if every is not None and (step + 1) % every == 0:
             loop.check_replicas(step + 1, after_backward=True)
-        fault.at("before_update", step + 1, loop.gradients)
+        inject.at("before_update", step + 1, loop.gradients)
         update = None if config.optimizer.in_backward else StepTime(self.device)
         with loop.trace.optimizer(step + 1):
             norm, is_skipped = (None, False) if update is None else self.update.make(scaler)

@@ -14,10 +14,10 @@ import torch
 from shardwise.comm import stall
 from shardwise.comm.axes import open_comms
 from shardwise.launch import heartbeat
-from shardwise.launch.cause import safe
-from shardwise.launch.environment import program
+from shardwise.launch.environment import code_versions
 from shardwise.launch.hang import watch_own_rank
-from shardwise.launch.notice import tell_once
+from shardwise.launch.log_once import log_once
+from shardwise.launch.root_cause import describe_checkpoint
 from shardwise.launch.stop_request import StopRequest
 from shardwise.launch.world import World, joined
 from shardwise.spec.errors import StorageError
@@ -86,7 +86,7 @@ def session(
         contextlib.ExitStack() as stack,
     ):
         control = Control(open_comms(device, "control")[0])
-        control.check_same({**config.model_dump(mode="json"), **facts, **program()}, "configuration or program")
+        control.check_same({**config.model_dump(mode="json"), **facts, **code_versions()}, "configuration or program")
         launchers = control.all_json(launcher_identity(world))
         options = {"takes_over": takes_over, "auto_resumes": auto_resumes, "upload_to": upload_to}
         directory, is_restart, resume = control.on_first(
@@ -100,7 +100,7 @@ def session(
             stack.callback(lock.release)
             note = control.on_first(lambda: lock.acquire(wait_s=_OLD_WORLD_ENDS_S if is_restart else 0.0))
             if note:
-                tell_once(note)
+                log_once(note)
             control.on_first(check)
             control.on_first(lambda: save_launchers(directory, launchers))
         resume = control.on_first(lambda: begins_from(directory, resume, upload_to, is_restart=is_restart))
@@ -118,10 +118,12 @@ def _watch(world: World, logs: Path, timeouts: Timeouts) -> threading.Event:
         if world.source != "launcher":
             heartbeat.end()  # from an earlier run of this process
         heart = heartbeat.begin(logs, world.rank)
-        heart.ask(stall.where)
+        heart.set_collective_source(stall.where)
         if world.source != "launcher":
             timeouts.start()
-            ends = watch_own_rank(logs, world.rank, world.size, safe=lambda: f"  safe: {safe(heart.beat, logs)}")
+            ends = watch_own_rank(
+                logs, world.rank, world.size, describe=lambda: f"  safe: {describe_checkpoint(heart.beat, logs)}"
+            )
     return ends
 
 
@@ -183,6 +185,6 @@ def begins_from(directory: Path, resume: str | None, upload_to: str | None = Non
     if is_restart and not is_empty(directory, upload_to):
         return "latest"
     if resume in NEWEST and is_empty(directory, upload_to):
-        tell_once(f"{printable(directory)} holds no checkpoint yet: the run starts from the beginning")
+        log_once(f"{printable(directory)} holds no checkpoint yet: the run starts from the beginning")
         return None
     return resume

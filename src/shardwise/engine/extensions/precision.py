@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage.buffers import cast_buffer
-from shardwise.launch.notice import tell_once
+from shardwise.launch.log_once import log_once
 from shardwise.nested import replace_tensors
 from shardwise.spec.errors import PlanError
 from shardwise.spec.policies import PrecisionPolicy, name_matcher
@@ -46,7 +46,7 @@ def resolve(policy: PrecisionPolicy, device: torch.device) -> PrecisionPolicy:
     why = "the CPU"
     if device.type == "cuda":
         why = f"{torch.cuda.get_device_name(device)}, NCCL {'.'.join(map(str, _nccl_version()))}"
-    tell_once(f"param_dtype 'auto' is {chosen} here ({why})")
+    log_once(f"param_dtype 'auto' is {chosen} here ({why})")
     return dataclasses.replace(policy, param_dtype=chosen)
 
 
@@ -59,7 +59,7 @@ def warn_of_narrow_masters(engine: Engine, _optimizer: torch.optim.Optimizer) ->
     engine.extras.before_step.remove(warn_of_narrow_masters)
     dtypes = {group.facts.master_dtype for group in engine.groups if group.facts.is_trainable}
     for dtype in sorted(dtypes & {"bf16", "fp16"}):
-        tell_once(
+        log_once(
             f"parameters are {dtype} and are updated in {dtype}, in which small updates are lost. For fp32 masters"
             " load the model with dtype=torch.float32, or set"
             f' mp_policy=sw.PrecisionPolicy("{dtype}", master_dtype="fp32").'

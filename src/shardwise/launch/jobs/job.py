@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from shardwise.launch.cause import RESTARTABLE
+from shardwise.launch.root_cause import RESTARTABLE
 from shardwise.launch.stop_request import INTERRUPTED, STOPPED
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.run_files import CONFIG
@@ -107,8 +107,8 @@ def slurm(job: Job, *, folder: str, time: str, image: str | None = None, volume:
     saves_s = max(300, job.grace_s + 60)  # before the limit: a step, a save, and a minute of inaccuracy of Slurm
     _check_time(time, saves_s)
     places = {folder: folder, **({volume.name: volume.path} if volume is not None else {})}
-    held = tuple(f"{place.rstrip('/')}/" for place in places.values())
-    if image and job.run_dir and job.run_dir.startswith("/") and not f"{job.run_dir}/".startswith(held):
+    mounted = tuple(f"{place.rstrip('/')}/" for place in places.values())
+    if image and job.run_dir and job.run_dir.startswith("/") and not f"{job.run_dir}/".startswith(mounted):
         where = printable(job.run_dir)
         raise ConfigError(
             f"--run-dir {where} is not in the container, and would be lost with it.\n"

@@ -22,7 +22,7 @@ from shardwise.engine.extensions.precision import resolve
 from shardwise.engine.extensions.wrap import find_units
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.unit import Unit
-from shardwise.launch.notice import tell_once
+from shardwise.launch.log_once import log_once
 from shardwise.measure.meta import cut_alone
 from shardwise.parallel.pipeline.runner import DTYPES, Job, ScheduleRunner
 from shardwise.parallel.pipeline.stage import Agreement, Stages, shown_shapes
@@ -125,7 +125,7 @@ class Pipelined(Uncopyable):
             cut_alone(self.meta_copy, plan, rank=comms.tp.rank, device=torch.device("meta"))
         self.notes = describe_stages(self._modules, self._usual.ranks, comms.world.size)
         for rank in untrained(self._modules, self._usual.ranks):
-            tell_once(
+            log_once(
                 f"pipeline rank {rank} has no trained parameters: an optimizer over those with requires_grad alone"
                 " would be empty there, which torch refuses; give it model.parameters(), of which it skips the others"
             )

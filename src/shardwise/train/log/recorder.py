@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shardwise.launch.file import replace
-from shardwise.launch.notice import tell_once
+from shardwise.launch.log_once import log_once
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.spec.run_files import EVENTS, METRICS
 from shardwise.spec.text import first_line, printable
@@ -195,4 +195,4 @@ class Recorder:
             try:
                 end(exit_code)
             except Exception as error:  # noqa: BLE001 - an error of another package; the run itself has ended
-                tell_once(f"values may be missing at a tracker: {first_line(error)}")
+                log_once(f"values may be missing at a tracker: {first_line(error)}")

@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.api.parallelize import parallelize
 from shardwise.checkpoint.weights import WeightFiles
 from shardwise.comm.dtype import torch_dtype
-from shardwise.launch.notice import tell_once
+from shardwise.launch.log_once import log_once
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.hub import local_folder
 from shardwise.spec.plan import ParallelPlan
@@ -80,7 +80,7 @@ def from_pretrained(folder: str | os.PathLike[str], plan: ParallelPlan | str | N
 
 def warn_of_full_load(name: str, error: Exception) -> None:
     """Print once why every rank loads the full model."""
-    tell_once(f"every rank loads {printable(name)} whole, since {printable(str(error).splitlines()[0])}")
+    log_once(f"every rank loads {printable(name)} whole, since {printable(str(error).splitlines()[0])}")
 
 
 def model_from_folder(folder: Path, *, reads_weights: bool = True, of_any_task: bool = False) -> nn.Module:
@@ -222,7 +222,7 @@ def _name(model: Any, files: WeightFiles, dtype: torch.dtype) -> WeightFiles:
     keys |= {alias: keys[name] for name, alias in _aliases(model) if name in keys and alias not in keys}
     ignored = _expected_to_be_left(model, unexpected)
     if unexpected - ignored:
-        tell_once(f"{_shown(unexpected - ignored)} in the folder's files and not in the model, and left unread")
+        log_once(f"{_shown(unexpected - ignored)} in the folder's files and not in the model, and left unread")
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     return files.named(keys, dtypes)
 

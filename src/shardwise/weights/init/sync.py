@@ -12,7 +12,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, check_same, digest_text
 from shardwise.comm.digest import Digester
 from shardwise.comm.dtype import memory_order
-from shardwise.launch.environment import program
+from shardwise.launch.environment import code_versions
 from shardwise.spec.errors import ConfigError, StateError
 from shardwise.spec.layout import is_dense
 from shardwise.weights.init.materialize import become, fill_buffers
@@ -115,7 +115,7 @@ def _refuse_sparse(tensors: dict[str, Tensor]) -> None:
 
 
 def _compare_layouts(tensors: dict[str, Tensor], comm: Comm) -> None:
-    versions = [f"{name} {version}" for name, version in program().items()]
+    versions = [f"{name} {version}" for name, version in code_versions().items()]
     check_same(
         comm,
         digest_text("\n".join(versions)),

@@ -6,25 +6,25 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.launch import notice
+from shardwise.launch import log_once
 from shardwise.testing import run_on_ranks
 from tests.common.ranks import on_ranks
 
 
 @pytest.mark.parametrize(("device", "num_gpus"), [("cpu", 0), ("cuda", 8), ("meta", 8)])
 def test_a_model_where_it_belongs_is_nothing_to_tell(device: str, num_gpus: int) -> None:
-    assert notice.cpu_notice(device, num_gpus) is None
+    assert log_once.cpu_warning(device, num_gpus) is None
 
 
 def test_a_model_left_on_the_cpu_of_a_machine_with_gpus_is_told() -> None:
-    assert "this machine has 1 GPU: it is" in (notice.cpu_notice("cpu", 1) or "")
-    assert "this machine has 8 GPUs: it is" in (notice.cpu_notice("cpu", 8) or "")
+    assert "this machine has 1 GPU: it is" in (log_once.cpu_warning("cpu", 1) or "")
+    assert "this machine has 8 GPUs: it is" in (log_once.cpu_warning("cpu", 8) or "")
 
 
 def left_on_the_cpu() -> list[str]:
     messages: list[str] = []
     torch.cuda.device_count = lambda: 2
-    sw.api.parallelize.tell_once = messages.append
+    sw.api.parallelize.log_once = messages.append
     sw.parallelize(torch.nn.Linear(2, 2), sw.ParallelPlan(strategy="ddp"))
     return messages
 
@@ -37,7 +37,7 @@ def left_on_the_cpu() -> list[str]:
 def test_updates_in_16_bit_are_told_once_unless_they_are_asked_for(dtype, master_dtype, count):
     """On a rank: what is told before the optimizer's first step, at it, and at its second."""
     messages: list[str] = []
-    sw.engine.extensions.precision.tell_once = messages.append
+    sw.engine.extensions.precision.log_once = messages.append
     plan = sw.ParallelPlan(mp_policy=sw.PrecisionPolicy("bf16", master_dtype=master_dtype))
     model = sw.parallelize(torch.nn.Linear(2, 2, dtype=dtype), plan)
     optimizer = torch.optim.AdamW(model.parameters())

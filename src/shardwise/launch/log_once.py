@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
-_told: set[str] = set()
+_printed: set[str] = set()
 
 
-def cpu_notice(device_type: str, num_gpus: int) -> str | None:
-    """Return the notice for a model on the CPU of a machine with GPUs; ``None`` otherwise."""
+def cpu_warning(device_type: str, num_gpus: int) -> str | None:
+    """Return the warning for a model on the CPU of a machine with GPUs; ``None`` otherwise."""
     if device_type != "cpu" or num_gpus == 0:
         return None
     return (
@@ -18,10 +18,10 @@ def cpu_notice(device_type: str, num_gpus: int) -> str | None:
     )
 
 
-def tell_once(text: str) -> None:
+def log_once(text: str) -> None:
     """Print ``text`` on rank 0, unless it was printed before."""
-    if text in _told:
+    if text in _printed:
         return
-    _told.add(text)
+    _printed.add(text)
     if (os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")) == "0":
         sys.stderr.write(f"shardwise: {text}\n")

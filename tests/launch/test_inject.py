@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from shardwise.launch import fault
+from shardwise.launch import inject
 
-BODY = "from shardwise.launch import fault; fault.at('step_begin', 3); fault.at('after_step', 3); print('alive')"
+BODY = "from shardwise.launch import inject; inject.at('step_begin', 3); inject.at('after_step', 3); print('alive')"
 
 
 def test_a_fault_strikes_where_it_is_armed_and_nowhere_else() -> None:
     def run(text: str, **more: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, fault.FAULT: text, fault.ARMED: "1", "RANK": "1", **more}
+        env = {**os.environ, inject.FAULT: text, inject.ARMED: "1", "RANK": "1", **more}
         command = [sys.executable, "-c", BODY]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
@@ -23,7 +23,7 @@ def test_a_fault_strikes_where_it_is_armed_and_nowhere_else() -> None:
     assert "injected at step_begin" in run("step_begin:raise").stderr
     assert run("step_begin:exit=42").returncode == 42
     untouched = [
-        run("after_step:kill", **{fault.ARMED: "0"}),
+        run("after_step:kill", **{inject.ARMED: "0"}),
         run("after_step@rank=0:kill"),
         run("after_step@step=4:kill"),
         run("after_step:kill", SHARDWISE_RESTART_COUNT="1"),
@@ -34,14 +34,14 @@ def test_a_fault_strikes_where_it_is_armed_and_nowhere_else() -> None:
 
 
 def test_a_full_disk_and_an_odd_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fault, "_FAULTS", fault.parse("save_begin:enospc;before_rename:sleep=0.5"))
+    monkeypatch.setattr(inject, "_FAULTS", inject.parse("save_begin:enospc;before_rename:sleep=0.5"))
     with pytest.raises(OSError, match="No space left") as raised:
-        fault.at("save_begin")
+        inject.at("save_begin")
     assert raised.value.errno == errno.ENOSPC
-    monkeypatch.setattr(fault, "_FAULTS", fault.parse("save_begin:edquot"))
+    monkeypatch.setattr(inject, "_FAULTS", inject.parse("save_begin:edquot"))
     with pytest.raises(OSError, match="quota") as raised:
-        fault.at("save_begin")
+        inject.at("save_begin")
     assert raised.value.errno == errno.EDQUOT
     for wrong in ("save_begin:burn", "save_begin@day=3:kill", "save_begin"):
-        with pytest.raises(ValueError, match=fault.FAULT):
-            fault.parse(wrong)
+        with pytest.raises(ValueError, match=inject.FAULT):
+            inject.parse(wrong)

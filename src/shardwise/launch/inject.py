@@ -117,10 +117,10 @@ def at(point: str, step: int | None = None, tensors: Callable[[], Iterable[Any]]
     """
     for fault in _FAULTS:
         if fault.is_due(point, step):
-            _strike(fault, tensors)
+            _inject(fault, tensors)
 
 
-def _strike(fault: Fault, tensors: Callable[[], Iterable[Any]]) -> None:
+def _inject(fault: Fault, tensors: Callable[[], Iterable[Any]]) -> None:
     if fault.action in _SIGNALS:
         sys.stdout.flush()
         os.kill(os.getpid(), _SIGNALS[fault.action])

@@ -48,7 +48,7 @@ class Cause:
         return self.signal_number is not None or self.code in RESTARTABLE
 
 
-def find_cause(
+def find_root_cause(
     notes: Mapping[int, ExitNote],
     failures: Mapping[int, tuple[int, float]],
     stopped_by: int | None,
@@ -115,7 +115,7 @@ def _stopped(number: int) -> str:
     return f"ended by {signal_name(number)}; the ranks did not save the steps since the last checkpoint"
 
 
-def describe(cause: Cause, logs: Path, *, next_words: str = "", with_tail: bool = False, out_of_memory: int = 0) -> str:
+def describe(cause: Cause, logs: Path, *, advice: str = "", with_tail: bool = False, out_of_memory: int = 0) -> str:
     """Describe an end: its cause, process and step, where to look, what is safe, and what to do next.
 
     ``with_tail`` includes the end of the rank's log instead of its path, because the file will be removed.
@@ -141,8 +141,8 @@ def describe(cause: Cause, logs: Path, *, next_words: str = "", with_tail: bool 
         elif log.exists():
             is_crash = cause.signal_number in _CRASHES
             lines.append(f"  log{', with the stack at the crash' if is_crash else ''}: {log}")
-    if next_words:
-        lines.append(what_next(beat, logs, next_words))
+    if advice:
+        lines.append(describe_next(beat, logs, advice))
     return printable("\n".join(lines), is_block=True)
 
 
@@ -152,12 +152,12 @@ def has_begun(logs: Path) -> bool:
     return beat is not None and beat.step > 0
 
 
-def what_next(beat: heartbeat.Beat | None, logs: Path, next_words: str) -> str:
+def describe_next(beat: heartbeat.Heartbeat | None, logs: Path, advice: str) -> str:
     """Return the last lines of a description: what is safe, and what to do next."""
-    return f"  safe: {safe(beat, logs)}\n  next: {next_words}"
+    return f"  safe: {describe_checkpoint(beat, logs)}\n  next: {advice}"
 
 
-def safe(beat: heartbeat.Beat | None, logs: Path) -> str:
+def describe_checkpoint(beat: heartbeat.Heartbeat | None, logs: Path) -> str:
     """Describe the newest safe checkpoint, from a rank's heartbeat, or if that has none, from the folder."""
     folder = logs.parent / CHECKPOINTS
     step = 0 if beat is None else beat.saved_step
@@ -170,19 +170,19 @@ def safe(beat: heartbeat.Beat | None, logs: Path) -> str:
     return f"the checkpoint of step {step}{f', {path}' if path.is_dir() else ''}"
 
 
-def _headline(cause: Cause, beat: heartbeat.Beat | None, out_of_memory: int) -> str:
+def _headline(cause: Cause, beat: heartbeat.Heartbeat | None, out_of_memory: int) -> str:
     if cause.code == TIMED_OUT and cause.text.startswith("rank "):
         return f"shardwise: {cause.text.split(chr(10))[0]}"
     process = f" (pid {beat.pid})" if beat is not None else ""
     step = cause.step if cause.step is not None else beat.step if beat is not None and beat.step else None
     at = f" at step {step}" if step is not None else ""
     if cause.signal_number is not None:
-        said = f" {cause.text}{at}{_memory(cause.signal_number, beat, out_of_memory)}"
+        what_happened = f" {cause.text}{at}{_memory(cause.signal_number, beat, out_of_memory)}"
     elif cause.text == f"left with exit code {cause.code}":
-        said = f" {cause.text}{at} while others were training" if at else f" {cause.text}"
+        what_happened = f" {cause.text}{at} while others were training" if at else f" {cause.text}"
     else:
-        said = f"{at}: {cause.text}"
-    return f"shardwise: rank {cause.rank}{process}{said}"
+        what_happened = f"{at}: {cause.text}"
+    return f"shardwise: rank {cause.rank}{process}{what_happened}"
 
 
 def _memory_of_all(logs: Path) -> list[str]:
@@ -191,14 +191,14 @@ def _memory_of_all(logs: Path) -> list[str]:
     known = sorted((beat.rank, beat.peak_rss_bytes) for beat in beats if beat is not None and beat.peak_rss_bytes)
     if len(known) < 2:
         return []
-    shown = [f"rank {rank} {size(held)}" for rank, held in known[:_MOST_RANKS]]
+    shown = [f"rank {rank} {size(peak)}" for rank, peak in known[:_MOST_RANKS]]
     more = [f"{len(known) - _MOST_RANKS} more ranks"] if len(known) > _MOST_RANKS else []
     return [f"  most memory held: {', '.join(shown + more)}"]
 
 
-def _memory(number: int, beat: heartbeat.Beat | None, out_of_memory: int) -> str:
+def _memory(number: int, beat: heartbeat.Heartbeat | None, out_of_memory: int) -> str:
     if number != signal.SIGKILL:
         return ""
-    held = f"; the process held at most {size(beat.peak_rss_bytes)}" if beat is not None and beat.peak_rss_bytes else ""
+    peak = f"; the process held at most {size(beat.peak_rss_bytes)}" if beat is not None and beat.peak_rss_bytes else ""
     why = "the kernel has killed a process for want of memory" if out_of_memory else "often: out of memory"
-    return f" ({why}{held})"
+    return f" ({why}{peak})"
