@@ -34,33 +34,33 @@ class ThreadComm(Comm):
             self.received_bytes += sum(each.nbytes for rank, each in enumerate(found) if rank != self.rank)
         return found
 
-    def _do_all_gather(self, issued, buffer, cuts):
-        slices = self._slices(buffer, cuts)
+    def _do_all_gather(self, stamp, buffer, bounds):
+        slices = self._slices(buffer, bounds)
         for place, found in zip(slices, self._all(slices[self.rank]), strict=True):
             place.copy_(found)
         return DONE
 
-    def _do_reduce_scatter(self, issued, buffer, out, divisor, cuts):
-        out.copy_(self._slices(sum(self._all(buffer)), cuts)[self.rank])
+    def _do_reduce_scatter(self, stamp, buffer, out, divisor, bounds):
+        out.copy_(self._slices(sum(self._all(buffer)), bounds)[self.rank])
         self._divide(out, out, divisor)
         return DONE
 
-    def _do_all_to_all(self, issued, buffer, out, cuts, out_cuts):
-        given, taken = self._slices(buffer, cuts), self._slices(out, out_cuts)
+    def _do_all_to_all(self, stamp, buffer, out, bounds, out_bounds):
+        given, taken = self._slices(buffer, bounds), self._slices(out, out_bounds)
         for peer in range(self.size):
             if peer != self.rank:
-                self._do_send(issued, given[peer], peer)
+                self._do_send(stamp, given[peer], peer)
         for peer in range(self.size):
             if peer != self.rank:
-                self._do_receive(issued, taken[peer], peer)
+                self._do_receive(stamp, taken[peer], peer)
         return DONE
 
-    def _do_all_reduce(self, issued, buffer, out, divisor):
+    def _do_all_reduce(self, stamp, buffer, out, divisor):
         total = sum(self._all(buffer))
         (buffer if out is None else out).copy_(total if divisor == 1 else total / divisor)
         return DONE
 
-    def _do_broadcast(self, issued, buffer, root):
+    def _do_broadcast(self, stamp, buffer, root):
         buffer.copy_(self._all(buffer, only=root)[0])
         self.received_bytes += buffer.nbytes * (self.rank != root)
         return DONE
@@ -68,11 +68,11 @@ class ThreadComm(Comm):
     def _mail(self, source: int, target: int) -> queue.Queue[torch.Tensor]:
         return self._board.setdefault((source, target), queue.Queue())
 
-    def _do_send(self, issued, buffer, to):
+    def _do_send(self, stamp, buffer, to):
         self._mail(self.rank, to).put(buffer.clone())
         return DONE
 
-    def _do_receive(self, issued, buffer, source):
+    def _do_receive(self, stamp, buffer, source):
         buffer.copy_(self._mail(source, self.rank).get(timeout=60))
         self.received_bytes += buffer.nbytes
         return DONE

@@ -169,7 +169,7 @@ def as_on_nccl(*, is_done=True):
         mock.patch.object(opening, "_is_moved_by_nccl", return_value=True),
         mock.patch.object(opening, "transport", opening.Transport("gloo", moving)),
         mock.patch.object(nccl, "torch", OfModule(torch, cuda=cuda)),
-        mock.patch.object(nccl, "way_of_sum", return_value=nccl.Sum.PLAIN),
+        mock.patch.object(nccl, "choose_sum", return_value=nccl.Sum.PLAIN),
     ):
         yield cuda
 
@@ -247,8 +247,8 @@ def control_without_gloo():
     ):
         if rank == 1:
             return None
-        opening.Place(Mesh(dp_shard=2), ranks=[0, 2]).open(CPU)
-        opening.Place(Mesh(dp_shard=2), ranks=[0, 2]).open(CPU)
+        opening.MeshRanks(Mesh(dp_shard=2), ranks=[0, 2]).open(CPU)
+        opening.MeshRanks(Mesh(dp_shard=2), ranks=[0, 2]).open(CPU)
     host, peers = hosts[0]
     assert all(each.group is host.group is not dist.group.WORLD for each, _ in hosts)
     assert host.watch is StallWatch.of(host.group)

@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 from shardwise.comm import gloo
 from shardwise.comm.axes import open_comms
 from shardwise.comm.base import Handle
-from shardwise.comm.control import agree_highest, gather_json, scatter_json
+from shardwise.comm.control import all_reduce_max, gather_json, scatter_json
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.record import RecordComm
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
@@ -100,15 +100,17 @@ def check_all_to_all():
     comm = open_comm()
     for numel, dtype, is_even in itertools.product(SLICES, DTYPES, (True, False)):
         sizes = [numel if is_even else numel + rank for rank in range(comm.size)]
-        cuts = [0, *itertools.accumulate(sizes)]
-        own = slice(cuts[comm.rank], cuts[comm.rank + 1])
+        bounds = [0, *itertools.accumulate(sizes)]
+        own = slice(bounds[comm.rank], bounds[comm.rank + 1])
         out = torch.full((comm.size * sizes[comm.rank],), 99, dtype=dtype)
         with comm.record() as events:
-            comm.all_to_all(content(comm.rank, cuts[-1], dtype), out, unit="u", cuts=None if is_even else cuts).wait()
-        assert events[0].sent_bytes == (cuts[-1] - sizes[comm.rank]) * dtype.itemsize
+            comm.all_to_all(
+                content(comm.rank, bounds[-1], dtype), out, unit="u", bounds=None if is_even else bounds
+            ).wait()
+        assert events[0].sent_bytes == (bounds[-1] - sizes[comm.rank]) * dtype.itemsize
         for peer, slot in enumerate(out.view(comm.size, -1)):
             if peer != comm.rank:
-                assert_same_bits(slot, content(peer, cuts[-1], dtype)[own])
+                assert_same_bits(slot, content(peer, bounds[-1], dtype)[own])
 
 
 def check_all_to_all_of_any_sizes():
@@ -118,23 +120,27 @@ def check_all_to_all_of_any_sizes():
     def size(source: int, target: int) -> int:
         return (3 * source + 2 * target) % 5
 
-    def cuts_of(sizes: list[int]) -> list[int]:
+    def bounds_of(sizes: list[int]) -> list[int]:
         return [0, *itertools.accumulate(sizes)]
 
     ranks = range(comm.size)
     for dtype in DTYPES:
-        cuts, out_cuts = ([f(rank) for rank in ranks] for f in (partial(size, comm.rank), lambda s: size(s, comm.rank)))
-        cuts, out_cuts = cuts_of(cuts), cuts_of(out_cuts)
-        out = torch.full((out_cuts[-1],), 99, dtype=dtype)
+        bounds, out_bounds = (
+            [f(rank) for rank in ranks] for f in (partial(size, comm.rank), lambda s: size(s, comm.rank))
+        )
+        bounds, out_bounds = bounds_of(bounds), bounds_of(out_bounds)
+        out = torch.full((out_bounds[-1],), 99, dtype=dtype)
         with comm.record() as events:
-            handle = comm.all_to_all(content(comm.rank, cuts[-1], dtype), out, unit="u", cuts=cuts, out_cuts=out_cuts)
+            handle = comm.all_to_all(
+                content(comm.rank, bounds[-1], dtype), out, unit="u", bounds=bounds, out_bounds=out_bounds
+            )
             handle.wait()
-        assert events[0].sent_bytes == (cuts[-1] - size(comm.rank, comm.rank)) * dtype.itemsize
+        assert events[0].sent_bytes == (bounds[-1] - size(comm.rank, comm.rank)) * dtype.itemsize
         for peer in ranks:
             if peer != comm.rank:
-                theirs = cuts_of([size(peer, rank) for rank in ranks])
+                theirs = bounds_of([size(peer, rank) for rank in ranks])
                 sent = content(peer, theirs[-1], dtype)[theirs[comm.rank] : theirs[comm.rank + 1]]
-                assert_same_bits(out[out_cuts[peer] : out_cuts[peer + 1]], sent)
+                assert_same_bits(out[out_bounds[peer] : out_bounds[peer + 1]], sent)
 
 
 def check_broadcasts():
@@ -156,26 +162,26 @@ def check_json_from_and_to_rank_0():
     assert sorted(sent) == sorted([*[8] * (comm.size - 1), *lengths[1:]] if comm.rank == 0 else [8, lengths[comm.rank]])
 
 
-def uneven_cuts(size: int) -> list[int]:
+def uneven_bounds(size: int) -> list[int]:
     """Slices of many sizes, the first and the third empty."""
     return [0, *itertools.accumulate([0, 5, 0, 130, 64, 1, 2000, 7][:size])]
 
 
 def check_uneven():
     comm = open_comm()
-    cuts = uneven_cuts(comm.size)
-    numel, own = cuts[-1], slice(cuts[comm.rank], cuts[comm.rank + 1])
+    bounds = uneven_bounds(comm.size)
+    numel, own = bounds[-1], slice(bounds[comm.rank], bounds[comm.rank + 1])
     for dtype in DTYPES:
-        pieces = [content(rank, stop - start, dtype) for rank, (start, stop) in enumerate(itertools.pairwise(cuts))]
+        pieces = [content(rank, stop - start, dtype) for rank, (start, stop) in enumerate(itertools.pairwise(bounds))]
         everything = torch.cat(pieces)
         buffer = torch.full((numel,), 99, dtype=dtype)
         buffer[own] = pieces[comm.rank]
-        comm.all_gather(buffer, unit="u", cuts=cuts).wait()
+        comm.all_gather(buffer, unit="u", bounds=bounds).wait()
         assert_same_bits(buffer, everything)
         for divisor, is_in_place in itertools.product((1, 3) if dtype.is_floating_point else (1,), (False, True)):
             buffer = content(comm.rank, numel, dtype)
             out = buffer[own] if is_in_place else torch.full((own.stop - own.start,), 99, dtype=dtype)
-            comm.reduce_scatter(buffer, out, unit="u", divisor=divisor, cuts=cuts).wait()
+            comm.reduce_scatter(buffer, out, unit="u", divisor=divisor, bounds=bounds).wait()
             assert_same_bits(out, naive_sum(numel, dtype, comm.size, divisor)[own])
 
 
@@ -398,16 +404,16 @@ def test_events_have_the_bytes_that_gloo_is_given_to_send():
     comm = open_comm()
     comm.group = wire = Wire(comm.group)
     size, rank, found = comm.size, comm.rank, []
-    cuts, after, before = uneven_cuts(size), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    whole, part, odd = torch.zeros(cuts[-1]), torch.zeros(cuts[rank + 1] - cuts[rank]), torch.zeros(7 * size + 1)
+    bounds, after, before = uneven_bounds(size), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    whole, part, odd = torch.zeros(bounds[-1]), torch.zeros(bounds[rank + 1] - bounds[rank]), torch.zeros(7 * size + 1)
     for issue in (
         lambda: comm.all_gather(torch.zeros(5 * size), unit="u"),
-        lambda: comm.all_gather(whole, unit="u", cuts=cuts),
-        lambda: comm.reduce_scatter(whole, part, unit="u", cuts=cuts),
+        lambda: comm.all_gather(whole, unit="u", bounds=bounds),
+        lambda: comm.reduce_scatter(whole, part, unit="u", bounds=bounds),
         lambda: comm.all_reduce(odd, unit="u", divisor=3),
         lambda: comm.all_reduce(odd, unit="u", out=torch.zeros_like(odd)),
         lambda: comm.all_to_all(torch.zeros(5 * size), torch.zeros(5 * size), unit="u"),
-        lambda: comm.all_to_all(whole, torch.zeros(size * part.numel()), unit="u", cuts=cuts),
+        lambda: comm.all_to_all(whole, torch.zeros(size * part.numel()), unit="u", bounds=bounds),
         lambda: comm.broadcast(odd, root=0, unit="u"),
         lambda: comm.exchange([(odd, after, "u")], [(torch.zeros_like(odd), before, "u")]),
     ):
@@ -424,13 +430,13 @@ def count_uneven_bytes():
     """Bytes of each collective over slices of other sizes: sent, and by the recorder."""
     found = []
     comm = open_comm()
-    cuts = uneven_cuts(comm.size)
+    bounds = uneven_bounds(comm.size)
     for each in (comm, RecordComm("dp_shard", rank=comm.rank, size=comm.size)):
-        whole, part = torch.zeros(cuts[-1]), torch.zeros(cuts[comm.rank + 1] - cuts[comm.rank])
+        whole, part = torch.zeros(bounds[-1]), torch.zeros(bounds[comm.rank + 1] - bounds[comm.rank])
         with each.record() as events:
             for handle in (
-                each.all_gather(whole, unit="u", cuts=cuts),
-                each.reduce_scatter(whole, part, unit="u", cuts=cuts),
+                each.all_gather(whole, unit="u", bounds=bounds),
+                each.reduce_scatter(whole, part, unit="u", bounds=bounds),
             ):
                 handle.wait()
         found.append([(event.kind, event.sent_bytes) for event in events])
@@ -439,9 +445,9 @@ def count_uneven_bytes():
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_unequal_slices_send_what_each_peer_needs_and_empty_ones_nothing(world):
-    cuts = uneven_cuts(world)
+    bounds = uneven_bounds(world)
     for rank, (sent, recorded) in enumerate(run_on_ranks(count_uneven_bytes, world)):
-        own, numel = cuts[rank + 1] - cuts[rank], cuts[-1]
+        own, numel = bounds[rank + 1] - bounds[rank], bounds[-1]
         assert sent == [
             ("all_gather", 4 * (world - 1) * own),
             ("reduce_scatter", 4 * (numel - own)),
@@ -633,7 +639,7 @@ def test_slow_ranks_do_not_disagree():
 def ask_for_the_highest() -> tuple[list[int], int]:
     comm = open_comm()
     with comm.record() as events:
-        found = agree_highest(comm, [comm.rank % 4, -comm.rank])
+        found = all_reduce_max(comm, [comm.rank % 4, -comm.rank])
     return found, sum(event.kind == "send" for event in events)
 
 

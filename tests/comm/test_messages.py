@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.axes import WORLD, Place, open_comms
+from shardwise.comm.axes import WORLD, MeshRanks, open_comms
 from shardwise.comm.record import RecordComm
 from shardwise.spec.mesh import Mesh
 from shardwise.testing import run_on_ranks
@@ -44,7 +44,7 @@ MESH = Mesh(pp=2, dp_shard=1, cp=2, tp=2)
 
 
 def sums_along_axes() -> dict[str, float]:
-    comms = Place(MESH).open(torch.device("cpu"))
+    comms = MeshRanks(MESH).open(torch.device("cpu"))
     found = {}
     for name in ("tp", "pp", "cp", "world", "reduce"):
         total = torch.tensor([float(2 ** dist.get_rank())])

@@ -14,7 +14,7 @@ import torch
 
 from shardwise.comm import nccl, stall
 from shardwise.comm.base import Done
-from shardwise.comm.nccl import NcclComm, Sum, way_of_sum
+from shardwise.comm.nccl import NcclComm, Sum, choose_sum
 from shardwise.comm.stall import Ledger
 from shardwise.spec.errors import RankDisagreement
 
@@ -40,7 +40,7 @@ def new() -> torch.Tensor:
 
 COLLECTIVES = {
     "all_gather": lambda comm, a, _: comm.all_gather(a, unit="u"),
-    "uneven all_gather": lambda comm, a, _: comm.all_gather(a, unit="u", cuts=(0, 1, NUMEL)),
+    "uneven all_gather": lambda comm, a, _: comm.all_gather(a, unit="u", bounds=(0, 1, NUMEL)),
     "reduce_scatter": lambda comm, a, b: comm.reduce_scatter(a, b[:2], unit="u", divisor=3),
     "all_reduce": lambda comm, a, _: comm.all_reduce(a, unit="u", divisor=2),
     "all_reduce into another": lambda comm, a, b: comm.all_reduce(a, unit="u", out=b),
@@ -107,7 +107,7 @@ def test_behind_what_is_added_up_by_the_compute_stream_it_is_issued_when_that_is
     ],
 )
 def test_sums_are_divided_on_the_way_where_that_is_exact(divisor, size, dtype, way):
-    assert way_of_sum(divisor, size, dtype) is way
+    assert choose_sum(divisor, size, dtype) is way
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -119,7 +119,7 @@ def test_terms_divided_before_the_sum_give_the_bits_of_a_divided_sum_for_powers_
     for term in terms[1:]:
         before += term * (1 / divisor)
         total += term
-    is_exact = way_of_sum(divisor, divisor, dtype) is not Sum.PLAIN
+    is_exact = choose_sum(divisor, divisor, dtype) is not Sum.PLAIN
     assert torch.equal(before, total / divisor) is is_exact
 
 
@@ -140,7 +140,7 @@ def test_what_ranks_compare_is_the_same_on_both_ends_of_a_message_and_where_part
     comm.send(new(), to=1, unit="u")
     comm.receive(new(), source=1, unit="u")
     comm.exchange([(new(), 1, "v")], [(new(), 1, "v")])
-    comm.all_to_all(new(), new(), unit="x", cuts=(0, 1, NUMEL), out_cuts=(0, 3, NUMEL))
+    comm.all_to_all(new(), new(), unit="x", bounds=(0, 1, NUMEL), out_bounds=(0, 3, NUMEL))
     rows = [(each.channel, each.sequence, each.kind, each.unit, each.numel) for each in list(stall.history)[-5:]]
     assert rows == [
         ("tp/0>1", 0, "message", "u", NUMEL),

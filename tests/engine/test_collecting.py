@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.api.parallelize import apply_plan
 from shardwise.api.preparation import prepare
-from shardwise.comm.axes import lay_out
+from shardwise.comm.axes import open_mesh_comms
 from shardwise.comm.dtype import memory_order
 from shardwise.comm.record import RecordComm
 from shardwise.engine.storage.attachment import engine_of
@@ -45,7 +45,7 @@ def as_one_of(size: int, rank: int, plan: sw.ParallelPlan) -> Weighted:
     def open_axis(axis: str, _purpose: str, ranks: Sequence[int]) -> RecordComm:
         return RecordComm(axis, rank=ranks.index(rank), size=len(ranks))
 
-    comms = lay_out(Mesh(dp_shard=size), rank, open_axis)
+    comms = open_mesh_comms(Mesh(dp_shard=size), rank, open_axis)
     apply_plan(model, prepare(model, plan), comms, lambda: open_axis("dp", "", range(size)))
     return model
 

@@ -338,11 +338,11 @@ def test_what_a_rank_has_issued_is_known_however_long_ago_it_was():
     waiting = status(wanted, {"dp_shard": 9, "dp": 3}, [1])
     for newest in (behind, {"dp_shard": 400}):
         statuses = {0: waiting, 1: status(None, newest, elsewhere="barrier")}
-        text = stall._absence(statuses, statuses)
+        text = stall._find_absence(statuses, statuses)
         assert text is not None
         assert text.startswith("rank 1 waits in torch.distributed's barrier, while rank 0 waits for it in all_reduce")
     statuses = {0: waiting, 1: status(None, there, elsewhere="barrier")}
-    assert stall._absence(statuses, statuses) is None
+    assert stall._find_absence(statuses, statuses) is None
 
 
 @on_ranks(1)
@@ -401,7 +401,7 @@ def test_stalled_ranks_make_requests_in_proportion_to_their_number():
     """64 ranks wait, each for the next one; then the last one turns out to have issued something else."""
     size, store = 64, CountingStore()
     places = [Place(rank, size, store) for rank in range(size)]
-    ours, theirs = (stall.Issued("dp_shard", 0, "all_gather", unit, 8, torch.float32) for unit in ("a", "b"))
+    ours, theirs = (stall.Stamp("dp_shard", 0, "all_gather", unit, 8, torch.float32) for unit in ("a", "b"))
     with (
         mock.patch.object(stall.dist, "PrefixStore", lambda _, store: store),
         mock.patch.object(stall.threading.Thread, "start"),
@@ -410,14 +410,14 @@ def test_stalled_ranks_make_requests_in_proportion_to_their_number():
         watches = [stall.StallWatch(place) for place in places]
     for rank, watch in enumerate(watches):
         messages = [("receive", (rank + 1) % size, 5, 32)]
-        watch._waiting = mock.Mock(issued=ours, messages=messages), time.monotonic() - 60
+        watch._waiting = mock.Mock(stamp=ours, messages=messages), time.monotonic() - 60
     counts = []
     for turn in range(5):
         before = store.num_requests
         for rank, watch in enumerate(watches):
             issued = theirs if rank == size - 1 and turn > 1 else ours
             with mock.patch.multiple(stall, history=[issued], newest={"dp_shard": 0}):
-                watch._look()
+                watch._check_waits()
         counts.append(store.num_requests - before)
         assert all(watch.verdict is None for watch in watches) or turn > 1
     assert max(counts) <= 12 * size  # 128 for each of them if each compared
@@ -425,6 +425,6 @@ def test_stalled_ranks_make_requests_in_proportion_to_their_number():
         assert isinstance(watch.verdict, RankDisagreement)
         assert "different collectives at #0 of dp_shard" in str(watch.verdict)
         assert places[rank].sent == ([(rank - 1) % size] if rank == size - 1 else [])  # others have issued it, too
-    assert [watch._has_turn(time.monotonic()) for watch in watches[:2]] == [True, False]
+    assert [watch._may_compare(time.monotonic()) for watch in watches[:2]] == [True, False]
     with mock.patch.object(stall, "INTERVAL_S", 0.0):
         assert watches[1]._has_turn(time.monotonic())  # the first one says no more that it compares

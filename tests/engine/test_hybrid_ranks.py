@@ -353,13 +353,13 @@ def test_a_ring_of_waits_over_several_groups_is_a_disagreement():
         3: status("dp_shard@2", 7, [2]),
         2: status("dp_replicate@0", 2, [0]),
     }
-    text = stall._deadlock(ring)
+    text = stall._find_deadlock(ring)
     assert text is not None
     assert [line.split(":")[0] for line in text.splitlines()[1:]] == ["  rank 0", "  rank 1", "  rank 2", "  rank 3"]
     late = {**ring, 2: {**ring[2], "newest": {**ring[2]["newest"], "dp_shard@2": 7}}}
-    assert stall._deadlock(late) is None
+    assert stall._find_deadlock(late) is None
     # Ranks of different groups lack each other's collectives by right.
-    assert stall._deadlock({0: status("dp_shard@0", 5, [1]), 2: status("dp_shard@2", 5, [3])}) is None
+    assert stall._find_deadlock({0: status("dp_shard@0", 5, [1]), 2: status("dp_shard@2", 5, [3])}) is None
 
 
 # -- meeting

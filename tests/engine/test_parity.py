@@ -86,8 +86,8 @@ def train_with_a_reciprocal(preset: str) -> None:
     """Gradients are multiplied by 1/N instead of divided by N."""
     reduce_scatter, all_reduce = GlooComm.reduce_scatter, GlooComm.all_reduce
 
-    def scaled_reduce_scatter(comm, buffer, out, *, unit, divisor=1, cuts=None):
-        reduce_scatter(comm, buffer, out, unit=unit, cuts=cuts).wait()
+    def scaled_reduce_scatter(comm, buffer, out, *, unit, divisor=1, bounds=None):
+        reduce_scatter(comm, buffer, out, unit=unit, bounds=bounds).wait()
         out.mul_(1 / divisor)
         return Done()
 

@@ -64,10 +64,10 @@ class _Transport:
             return handle
         return self._random.choice([issue, issue_late, issue_late])()
 
-    def all_gather(self, comm: GlooComm, buffer: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
+    def all_gather(self, comm: GlooComm, buffer: Tensor, *, unit: str, bounds: Sequence[int] | None = None) -> Handle:
         def issue_late() -> Handle:
             stand_in = buffer.clone()
-            theirs, here = comm._slices(buffer, cuts), comm._slices(stand_in, cuts)
+            theirs, here = comm._slices(buffer, bounds), comm._slices(stand_in, bounds)
             others = [rank for rank in range(comm.size) if rank != comm.rank]
             for rank in others:
                 _spoil(theirs[rank])
@@ -77,9 +77,9 @@ class _Transport:
                 for rank in others:
                     theirs[rank].copy_(here[rank])
 
-            return _Late(self._gather(comm, stand_in, unit=unit, cuts=cuts), deliver)
+            return _Late(self._gather(comm, stand_in, unit=unit, bounds=bounds), deliver)
 
-        return self._run(lambda: self._gather(comm, buffer, unit=unit, cuts=cuts), issue_late)
+        return self._run(lambda: self._gather(comm, buffer, unit=unit, bounds=bounds), issue_late)
 
     def reduce_scatter(self, comm: GlooComm, buffer: Tensor, out: Tensor, *, unit: str, **how: Any) -> Handle:
         def issue_late() -> Handle:

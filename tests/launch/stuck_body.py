@@ -33,10 +33,10 @@ class Stuck(RecordComm):
         self._ledger.check()
         return Comm._start(self, *given, **named)
 
-    def _do_all_gather(self, issued, buffer, cuts):
+    def _do_all_gather(self, stamp, buffer, bounds):
         number = self.num_issued
         self.num_issued += 1
-        self._ledger.follow(issued, lambda: number < self.num_done)
+        self._ledger.add(stamp, lambda: number < self.num_done)
         return Done()
 
     def gather_unit(self, unit):

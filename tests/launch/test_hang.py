@@ -65,15 +65,15 @@ def test_a_rank_that_goes_on_is_not_overdue_and_time_in_which_nobody_looked_does
         heartbeat.enter("step", step=1, limit_s=3.0)
         watch = HangWatch(tmp_path, [0])
         assert watch.overdue() is None
-        watch._looked_at -= 3600  # the machine has slept for an hour
+        watch._checked_at -= 3600  # the machine has slept for an hour
         assert watch.overdue() is None
-        watch._looked_at -= 1.5
+        watch._checked_at -= 1.5
         heartbeat.record_progress()
         heart.write()
         assert watch.overdue() is None
-        watch._looked_at -= 2
+        watch._checked_at -= 2
         assert watch.overdue() is None
-        watch._looked_at -= 2
+        watch._checked_at -= 2
         assert watch.overdue() is not None
     finally:
         heartbeat.end()

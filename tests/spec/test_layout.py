@@ -220,7 +220,7 @@ def test_slices_of_a_gradient_buffer_are_aligned_and_those_that_hold_something_h
     assert all(cut % ALIGN_NUMEL == 0 for cut in reduce.cuts)
     if layout.is_even:
         assert reduce.numel % layout.size == 0
-        assert reduce.uneven_cuts is None
+        assert reduce.uneven_bounds is None
         assert len(reduce.headers()) == reduce.num_slices
     for rank in range(layout.size):
         place = reduce.place(rank)

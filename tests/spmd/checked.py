@@ -55,7 +55,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise import torch_private
 from shardwise.api.parallelize import apply_plan
 from shardwise.api.preparation import prepare
-from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
+from shardwise.comm.axes import DATA_PARALLEL, Comms, open_mesh_comms
 from shardwise.comm.record import RecordComm
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage.attachment import engine_of
@@ -277,7 +277,7 @@ def _comms(mesh: Mesh, rank: int, plan: ParallelPlan, seen: list[tuple[str, Sum]
     def open_axis(axis: str, _purpose: str, ranks: Sequence[int]) -> _Noting:
         return _Noting(axis, seen=seen, rank=ranks.index(rank), size=len(ranks))
 
-    return lay_out(mesh, rank, open_axis, is_replicated=plan.is_replicated)
+    return open_mesh_comms(mesh, rank, open_axis, is_replicated=plan.is_replicated)
 
 
 class Declared:

@@ -96,7 +96,7 @@ class Exchanges(Recorder):
         events: dict[torch.dtype, CollectiveEvent] = {}
         for tensor in tensors:
             if tensor.dtype not in events:
-                events[tensor.dtype] = self._note(kind, unit, tensor.dtype, 0)
+                events[tensor.dtype] = self._record_event(kind, unit, tensor.dtype, 0)
             events[tensor.dtype].sent_bytes += tensor.nbytes
 
 

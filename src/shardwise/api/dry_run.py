@@ -16,7 +16,7 @@ from shardwise import torch_private
 from shardwise.api.model import gradient_sync, record_collectives
 from shardwise.api.parallelize import apply_plan
 from shardwise.api.preparation import prepare
-from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
+from shardwise.comm.axes import DATA_PARALLEL, Comms, open_mesh_comms
 from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
 from shardwise.engine.engine import Engine
@@ -337,7 +337,7 @@ def record_comms(mesh: Mesh, rank: int, *, receives: bool, is_replicated: bool =
     def open_axis(axis: str, _purpose: str, ranks: Sequence[int]) -> RecordComm:
         return RecordComm(axis, rank=ranks.index(rank), size=len(ranks), device="meta", receives=receives)
 
-    return lay_out(mesh, rank, open_axis, is_replicated=is_replicated)
+    return open_mesh_comms(mesh, rank, open_axis, is_replicated=is_replicated)
 
 
 def _check_optimizer(optimizer: str | OptimizerFactory) -> None:

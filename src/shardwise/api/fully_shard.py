@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.api.shard import finish, nest, start, unit_maker
-from shardwise.comm.axes import Comms, Place
+from shardwise.comm.axes import Comms, MeshRanks
 from shardwise.comm.base import Done
 from shardwise.engine import build
 from shardwise.engine.engine import Engine
@@ -111,7 +111,7 @@ def fully_shard(
     check_parameters(own)
     offload = _unit_offload(offload_policy, own)
     device = next((e.parameter.device for e in fresh), torch.device("cpu"))
-    place = Place.of(mesh, device)
+    place = MeshRanks.of(mesh, device)
     comms = _comms_for(mesh, place, device, inner)
     _check_for_several(root, own, device, comms.num_ranks)
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
@@ -264,7 +264,7 @@ def _by_module(
 
 
 def _comms_for(
-    mesh: dist.ProcessGroup | dist.DeviceMesh | None, place: Place, device: torch.device, children: Iterable[Engine]
+    mesh: dist.ProcessGroup | dist.DeviceMesh | None, place: MeshRanks, device: torch.device, children: Iterable[Engine]
 ) -> Comms:
     """Return the Comms of the units below, or open new ones over ``mesh``, which ``place`` describes."""
     below = next((engine.comms for engine in children), None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
-from shardwise.comm.control import agree_row
+from shardwise.comm.control import all_gather_ints
 from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions import batch_norm
@@ -113,7 +113,7 @@ def _joined(
             for batch in batches:  # noqa: B007, PLR1704  takes one batch, if there is one
                 has = _HAS
                 break
-            told = [row[0] for row in agree_row(comm, [has], unit="join")]
+            told = [row[0] for row in all_gather_ints(comm, [has], unit="join")]
             active = [rank for rank, each in enumerate(told) if each == _HAS]
             if not active:
                 break

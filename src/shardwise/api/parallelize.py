@@ -14,7 +14,7 @@ from shardwise.api import data_parallel
 from shardwise.api.preparation import Preparation, prepare
 from shardwise.api.shard import Description, finish, shard_model
 from shardwise.api.wrapper_methods import add_wrapper_methods, count_parameters
-from shardwise.comm.axes import Comms, Place, join_world
+from shardwise.comm.axes import Comms, MeshRanks, join_world
 from shardwise.comm.base import Comm
 from shardwise.comm.record import RecordComm
 from shardwise.engine import build
@@ -100,7 +100,7 @@ def parallelize(
     size = join_world(device).size()
     mesh = plan.mesh(size, ranks_per_machine(size))
     _tell_mesh(plan, mesh)
-    place = Place(mesh)
+    place = MeshRanks(mesh)
     comms = place.open(device, is_replicated=plan.is_replicated)
     ignored, owned = prepared.ignored, prepared.owned
     names = {

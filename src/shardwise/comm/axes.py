@@ -36,9 +36,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardwise.comm.base import Comm
 from shardwise.comm.gloo import GlooComm
+from shardwise.comm.issue_order import IssueOrder
 from shardwise.comm.staged import StagedComm
 from shardwise.comm.stall import Ledger, StallWatch
-from shardwise.comm.turns import Turns
 from shardwise.launch import watchdog
 from shardwise.launch.world import gloo_on_loopback, init_process_group, read_world
 from shardwise.spec.errors import CommError, MeshError, ShardwiseError
@@ -76,9 +76,9 @@ class Comms:
 
     def __iter__(self) -> Iterator[Comm]:
         """Iterate over the Comms, each once."""
-        held = (self.gather, self.reduce, self.replicate, *self.inner.values(), self.control)
-        held += (self.world, self.tp, self.pp, self.cp, self.ep, *(self.expert or ()))
-        return iter(dict.fromkeys(comm for comm in held if comm is not None))
+        comms = (self.gather, self.reduce, self.replicate, *self.inner.values(), self.control)
+        comms += (self.world, self.tp, self.pp, self.cp, self.ep, *(self.expert or ()))
+        return iter(dict.fromkeys(comm for comm in comms if comm is not None))
 
     def inner_comm(self, size: int) -> Comm:
         """Return the Comm along the inner groups of ``size`` neighbours on ``dp_shard``.
@@ -90,9 +90,9 @@ class Comms:
             self.inner[size] = self._open_inner(size)
         return self.inner[size]
 
-    def of(self, held: Slice | None) -> Comms:
-        """The Comms over the ranks that share a parameter with the slice ``held``: those of experts, or these."""
-        return self.expert if held is not None and held.is_expert and self.expert is not None else self
+    def of(self, part: Slice | None) -> Comms:
+        """The Comms over the ranks that share a parameter with the slice ``part``: those of experts, or these."""
+        return self.expert if part is not None and part.is_expert and self.expert is not None else self
 
     @property
     def num_replicas(self) -> int:
@@ -123,19 +123,19 @@ class Comms:
         others = {axis: comm.size for axis in ("pp", "cp", "tp") if (comm := getattr(self, axis)) is not None}
         return {axis: size for axis in AXES if (size := (found | others).get(axis)) is not None}
 
-    def counts(self, held: Slice | None) -> bool:
-        """Whether this rank's copy of a parameter counts in sums over :attr:`across`: one of equal copies does."""
-        if held is not None:
-            return held.is_counted
+    def counts(self, part: Slice | None) -> bool:
+        """Whether this rank's copy of a parameter counts in sums over :attr:`model_parallel`: one of equal ones does."""
+        if part is not None:
+            return part.is_counted
         return self.tp is None or self.tp.rank == 0
 
     @property
-    def across(self) -> tuple[Comm, ...]:
+    def model_parallel(self) -> tuple[Comm, ...]:
         """The Comms along axes whose ranks store different parameters of one model, innermost first."""
         return tuple(comm for comm in (self.tp, self.pp) if comm is not None)
 
 
-def lay_out(mesh: Mesh, rank: int, open_axis: OpenAxis, *, is_replicated: bool = False) -> Comms:
+def open_mesh_comms(mesh: Mesh, rank: int, open_axis: OpenAxis, *, is_replicated: bool = False) -> Comms:
     """Open the Comms of ``rank`` on ``mesh`` with ``open_axis``, in the same order on all ranks."""
     shard = mesh.shard_group(rank)
     gather, reduce = open_axis("dp_shard", "gather", shard), open_axis("dp_shard", "reduce", shard)
@@ -215,7 +215,7 @@ def open_comms(
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshRanks:
     """Ranks to shard a model over."""
 
     mesh: Mesh
@@ -223,7 +223,7 @@ class Place:
     ranks: Sequence[int] | None = None  # the ranks of the group that make up the mesh, ascending; ``None``: all
 
     @classmethod
-    def of(cls, where: dist.ProcessGroup | dist.DeviceMesh | None, device: torch.device) -> Place:
+    def of(cls, where: dist.ProcessGroup | dist.DeviceMesh | None, device: torch.device) -> MeshRanks:
         """Return the ranks of a group, of a ``DeviceMesh`` (shard) or (replicate, shard), or of the world."""
         if not isinstance(where, dist.DeviceMesh):
             return cls(Mesh(dp_shard=(where or join_world(device)).size()), where)
@@ -253,7 +253,7 @@ class Place:
         """
         open_axis = _Opener(device, self.group or join_world(device), self.ranks)
         rank = open_axis.ranks.index(open_axis.own)
-        return lay_out(self.mesh, rank, open_axis.by_place, is_replicated=is_replicated)
+        return open_mesh_comms(self.mesh, rank, open_axis.by_index, is_replicated=is_replicated)
 
     def open_samples(self, device: torch.device) -> Comm:
         """Open one more Comm for a model, over the data-parallel ranks, which read different samples.
@@ -263,7 +263,7 @@ class Place:
         """
         open_axis = _Opener(device, self.group or join_world(device), self.ranks)
         rank = open_axis.ranks.index(open_axis.own)
-        return open_axis.by_place(DATA_PARALLEL, "samples", self.mesh.data_parallel_group(rank))
+        return open_axis.by_index(DATA_PARALLEL, "samples", self.mesh.data_parallel_group(rank))
 
 
 @dataclass(frozen=True)
@@ -312,16 +312,16 @@ class _Opener:
         if self._watch is not None and self._is_nccl:
             self._watch.limit_s = timeout_s_of(group, transport.device or device)
 
-    def by_place(self, axis: str, purpose: str, places: Sequence[int]) -> Comm:
+    def by_index(self, axis: str, purpose: str, indices: Sequence[int]) -> Comm:
         """Open a Comm over the ranks at these indices of ``ranks``."""
-        return self(axis, purpose, [self.ranks[place] for place in places])
+        return self(axis, purpose, [self.ranks[place] for place in indices])
 
     def __call__(self, axis: str, purpose: str, ranks: Sequence[int]) -> Comm:
         """Open a Comm over ``ranks``."""
         # The channel's name is part of messages, and of the histories that the stall watch compares. It is the same on
         # all ranks of the Comm, and unique in this process.
         world = dist.get_process_group_ranks(self._group)
-        place = f"{axis}{_shown([world[rank] for rank in ranks])}"
+        place = f"{axis}{_format_ranks([world[rank] for rank in ranks])}"
         channel = f"{place}/{_num_opened[place, purpose]}/{purpose}"
         _num_opened[place, purpose] += 1
         if self._is_nccl:
@@ -329,14 +329,14 @@ class _Opener:
 
             device = transport.device or self._device
             group = communicator(self._group, ranks, axis, purpose, device, backend=transport.backend)
-            places = [self._host_rank[rank] for rank in ranks]
-            ledger = Ledger([place for place in places if place != self._host.rank()], self._watch)
-            host, asked = (
-                GlooComm(self._host, axis, channel=name, watch=self._watch, ranks=places)
+            indices = [self._host_rank[rank] for rank in ranks]
+            ledger = Ledger([place for place in indices if place != self._host.rank()], self._watch)
+            host, control = (
+                GlooComm(self._host, axis, channel=name, watch=self._watch, ranks=indices)
                 for name in (f"{channel}/host", f"{place}/{purpose}/turns")
             )
-            turns = _turns.setdefault(group, Turns())
-            take_turn = functools.partial(turns.take, channel, asked)
+            order = _orders.setdefault(group, IssueOrder())
+            record_order = functools.partial(order.record, channel, control)
             nccl = NcclComm(
                 group,
                 axis,
@@ -344,13 +344,13 @@ class _Opener:
                 channel=f"{place}/{purpose}",
                 ledger=ledger,
                 host=host,
-                take_turn=take_turn,
-                stream=turns.stream,
+                record_order=record_order,
+                stream=order.stream,
                 calls=transport.calls,
             )
-            turns.stream = nccl._stream
-            turns.num_comms += 1
-            nccl._num_issued = asked._num_issued = turns.num_issued
+            order.stream = nccl._stream
+            order.num_comms += 1
+            nccl._num_issued = control._num_issued = order.num_issued
             return nccl
         comm = transport.on_host(self._group, axis, channel=channel, watch=self._watch, ranks=ranks)
         return StagedComm(comm, self._device) if self._device.type == "cuda" else comm
@@ -360,7 +360,7 @@ def _is_moved_by_nccl(device: torch.device, backends: str) -> bool:
     return device.type == "cuda" and transport.backend in backends
 
 
-def _shown(members: Sequence[int]) -> str:
+def _format_ranks(members: Sequence[int]) -> str:
     """Ranks of the world for the name of a channel; empty if they are all ranks."""
     if len(members) == dist.get_world_size():
         return ""
@@ -383,7 +383,7 @@ def _shown(members: Sequence[int]) -> str:
 
 _Key = tuple[str, str, tuple[int, ...]]
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-_turns: weakref.WeakKeyDictionary[dist.ProcessGroup, Turns] = weakref.WeakKeyDictionary()
+_orders: weakref.WeakKeyDictionary[dist.ProcessGroup, IssueOrder] = weakref.WeakKeyDictionary()
 
 
 def communicator(
@@ -442,7 +442,7 @@ def _open(
     name: Any = f"shardwise/{parent.group_name}/{axis}/{purpose}/{digest}"
     timeout_s = timeout_s_of(parent, device)
     try:
-        with _splits_nothing():
+        with _without_split():
             group, _ = c10d._new_process_group_helper(
                 len(members),
                 ranks.index(parent.rank()),
@@ -468,7 +468,7 @@ def _open(
 
 
 @contextlib.contextmanager
-def _splits_nothing() -> Iterator[None]:
+def _without_split() -> Iterator[None]:
     """Keep torch from splitting the default group's communicator, as it does if that group is bound to a device."""
     default = dist.group.WORLD
     assert default is not None

@@ -3,8 +3,8 @@
 The public methods of a Comm are the same on every transport. Each records the collective (event, sequence number),
 returns at once if the Comm has a single rank, and otherwise calls the transport's ``_do_...`` method. Buffers are flat,
 contiguous, one-dimensional tensors, divided into ``size`` slices where a collective gathers or scatters; slice ``r``
-belongs to rank ``r``. Slices are equal unless ``cuts`` (``size + 1`` offsets, the same on every rank) says where they
-begin and end; slices may be empty.
+belongs to rank ``r``. Slices are equal unless ``bounds`` (``size + 1`` offsets, the same on every rank) says where
+they begin and end; slices may be empty.
 
 Sums run in rank order, element by element: ``((x0 + x1) + x2) + ...``, then one true division by ``divisor``. The
 result is therefore the same number on every rank and for every division of the buffer (on NCCL the library chooses the
@@ -16,8 +16,8 @@ may be waited for in any order, except those of all-reduces, which need one orde
 all-reduce starts when its handle is waited for.
 
 Where Comms of several models share one communicator (NCCL), all their collectives must be issued in one order on all
-ranks, because the communicator does not distinguish models. ``comm.turns`` compares that order whenever another model
-issues a collective, and raises RankDisagreement. Messages between two ranks are not compared: both must send and
+ranks, because the communicator does not distinguish models. ``comm.issue_order`` compares that order whenever another
+model issues a collective, and raises RankDisagreement. Messages between two ranks are not compared: both must send and
 receive them in one order.
 
 [Note: Agreed order]
@@ -45,7 +45,7 @@ from torch import Tensor
 
 from shardwise.comm import stall
 from shardwise.comm.dtype import dtype_name
-from shardwise.comm.stall import Issued
+from shardwise.comm.stall import Stamp
 
 
 @dataclass(slots=True)
@@ -153,9 +153,9 @@ class Chain(Handle):
 #: A buffer, the other rank, and the unit that the message serves.
 Message = tuple[Tensor, int, str]
 #: A message as transports receive it: its stamp, the buffer, and the other rank.
-Stamped = tuple[Issued, Tensor, int]
+Stamped = tuple[Stamp, Tensor, int]
 #: Offsets at which the slices of a buffer begin and end; ``None``: they are equal.
-Cuts = Sequence[int] | None
+Bounds = Sequence[int] | None
 
 
 class Recorder:
@@ -173,7 +173,7 @@ class Recorder:
         try:
             yield events
         finally:
-            self._listeners = [held for held in self._listeners if held is not events]
+            self._listeners = [listener for listener in self._listeners if listener is not events]
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -184,7 +184,7 @@ class Recorder:
         finally:
             self._listeners = listeners
 
-    def _note(self, kind: str, unit: str, dtype: torch.dtype, sent_bytes: int) -> CollectiveEvent:
+    def _record_event(self, kind: str, unit: str, dtype: torch.dtype, sent_bytes: int) -> CollectiveEvent:
         event = CollectiveEvent(kind, self.axis, unit, dtype_name(dtype), sent_bytes)
         for events in self._listeners:
             events.append(event)
@@ -204,12 +204,12 @@ class Comm(Recorder, ABC):
     Attributes:
         is_in_order: Whether a collective begins only after all earlier ones have finished, as on a stream. A receive
             then blocks later collectives until its message arrives. :meth:`exchange` is correct on every transport.
-        answers: Whether there are peers. A dry run's Comm has none: its receive buffers keep their content.
+        has_peers: Whether there are peers. A dry run's Comm has none: its receive buffers keep their content.
         waited_s: Seconds that the host has waited for messages; 0 where it does not wait (NCCL).
     """
 
     is_in_order = False
-    answers = True
+    has_peers = True
     waited_s = 0.0
 
     def __init__(self, axis: str, rank: int, size: int, device: torch.device, channel: str | None = None) -> None:
@@ -219,7 +219,7 @@ class Comm(Recorder, ABC):
         self.device = device
         self.channel = channel or axis
         #: Whether collectives return at once: there is one rank, and they need not stay in the order of a stream.
-        self._is_alone = size == 1
+        self._is_local = size == 1
         self._num_issued: dict[str, int] = {}
         self._divisors: dict[tuple[float, torch.dtype], Tensor] = {}
 
@@ -235,21 +235,21 @@ class Comm(Recorder, ABC):
 
     # -- collectives
 
-    def all_gather(self, buffer: Tensor, *, unit: str, cuts: Cuts = None) -> Handle:
+    def all_gather(self, buffer: Tensor, *, unit: str, bounds: Bounds = None) -> Handle:
         """Fill every slice of ``buffer`` with its owner's content, in place.
 
         Collective:
             Sends this rank's slice to every other rank: ``(size-1)/size * buffer bytes`` if slices are equal.
         """
         rank, numel = self.rank, buffer.numel()
-        own = numel // self.size if cuts is None else cuts[rank + 1] - cuts[rank]
-        issued = self._start("all_gather", unit, buffer, numel, own * (self.size - 1))
-        if self._is_alone:
+        own = numel // self.size if bounds is None else bounds[rank + 1] - bounds[rank]
+        stamp = self._start("all_gather", unit, buffer, numel, own * (self.size - 1))
+        if self._is_local:
             return DONE
-        return self._do_all_gather(issued, buffer, cuts)
+        return self._do_all_gather(stamp, buffer, bounds)
 
     def reduce_scatter(
-        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: float = 1, cuts: Cuts = None
+        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: float = 1, bounds: Bounds = None
     ) -> Handle:
         """Sum ``buffer`` over the ranks, divide by ``divisor``, and put this rank's slice of the result into ``out``.
 
@@ -260,11 +260,11 @@ class Comm(Recorder, ABC):
             Sends each other rank its slice: ``(size-1)/size * buffer bytes`` where slices are equal.
         """
         numel = buffer.numel()
-        issued = self._start("reduce_scatter", unit, buffer, numel, numel - out.numel())
-        if self._is_alone:
+        stamp = self._start("reduce_scatter", unit, buffer, numel, numel - out.numel())
+        if self._is_local:
             self._divide(buffer, out, divisor)
             return DONE
-        return self._do_reduce_scatter(issued, buffer, out, divisor, cuts)
+        return self._do_reduce_scatter(stamp, buffer, out, divisor, bounds)
 
     def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1, out: Tensor | None = None) -> Handle:
         """Sum ``buffer`` over the ranks and divide by ``divisor``, in place or into ``out``. Any number of elements.
@@ -278,30 +278,32 @@ class Comm(Recorder, ABC):
         """
         rank, size, numel = self.rank, self.size, buffer.numel()
         own = (rank + 1) * numel // size - rank * numel // size
-        issued = self._start("all_reduce", unit, buffer, numel, numel - own + own * (size - 1))
-        if self._is_alone:
+        stamp = self._start("all_reduce", unit, buffer, numel, numel - own + own * (size - 1))
+        if self._is_local:
             self._divide(buffer, buffer if out is None else out, divisor)
             # A world of one has as many phases as others.
             return DONE if self.is_in_order else Chain(DONE, Done)
-        return self._do_all_reduce(issued, buffer, out, divisor)
+        return self._do_all_reduce(stamp, buffer, out, divisor)
 
-    def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Cuts = None, out_cuts: Cuts = None) -> Handle:
+    def all_to_all(
+        self, buffer: Tensor, out: Tensor, *, unit: str, bounds: Bounds = None, out_bounds: Bounds = None
+    ) -> Handle:
         """Send slice ``r`` of ``buffer`` to rank ``r``, and put what rank ``s`` sent into slot ``s`` of ``out``.
 
-        ``out`` has ``size`` slots, each as large as this rank's slice of a peer's ``buffer``. If ``cuts`` differs
-        between ranks, ``out_cuts`` says where the slots begin and end. This rank's own slice is not moved: its slot of
-        ``out`` is undefined afterwards.
+        ``out`` has ``size`` slots, each as large as this rank's slice of a peer's ``buffer``. If ``bounds`` differs
+        between ranks, ``out_bounds`` says where the slots begin and end. This rank's own slice is not moved: its slot
+        of ``out`` is undefined afterwards.
 
         Collective:
             Sends each other rank its slice: ``(size-1)/size * buffer bytes`` where slices are equal.
         """
         rank, numel = self.rank, buffer.numel()
-        own = numel // self.size if cuts is None else cuts[rank + 1] - cuts[rank]
-        # If ranks have different cuts, their numbers of elements differ: 0 makes the stamps equal.
-        issued = self._start("all_to_all", unit, buffer, numel if out_cuts is None else 0, numel - own)
-        if self._is_alone:
+        own = numel // self.size if bounds is None else bounds[rank + 1] - bounds[rank]
+        # If ranks have different offsets, their numbers of elements differ: 0 makes the stamps equal.
+        stamp = self._start("all_to_all", unit, buffer, numel if out_bounds is None else 0, numel - own)
+        if self._is_local:
             return DONE
-        return self._do_all_to_all(issued, buffer, out, cuts, out_cuts)
+        return self._do_all_to_all(stamp, buffer, out, bounds, out_bounds)
 
     def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
         """Copy ``root``'s ``buffer`` into every rank's.
@@ -310,10 +312,10 @@ class Comm(Recorder, ABC):
             The root sends ``(size-1) * buffer bytes``, the others nothing.
         """
         numel = buffer.numel()
-        issued = self._start("broadcast", unit, buffer, numel, numel * (self.size - 1) if self.rank == root else 0)
-        if self._is_alone:
+        stamp = self._start("broadcast", unit, buffer, numel, numel * (self.size - 1) if self.rank == root else 0)
+        if self._is_local:
             return DONE
-        return self._do_broadcast(issued, buffer, root)
+        return self._do_broadcast(stamp, buffer, root)
 
     # -- messages
 
@@ -389,33 +391,33 @@ class Comm(Recorder, ABC):
     # -- shared by transports
 
     def _start(
-        self, kind: str, unit: str, buffer: Tensor, numel: int, sent_numel: int, *, way: str | None = None
-    ) -> Issued:
+        self, kind: str, unit: str, buffer: Tensor, numel: int, sent_numel: int, *, direction: str | None = None
+    ) -> Stamp:
         """Record the event of a collective and give it the next number of its channel."""
         if self._listeners:
-            self._note(kind, unit, buffer.dtype, sent_numel * buffer.element_size())
+            self._record_event(kind, unit, buffer.dtype, sent_numel * buffer.element_size())
         channel = self.channel
-        if way is not None:
-            channel, kind = f"{channel}/{way}", "message"
+        if direction is not None:
+            channel, kind = f"{channel}/{direction}", "message"
         sequence = self._num_issued.get(channel, 0)
         self._num_issued[channel] = sequence + 1
-        issued = Issued(channel, sequence, kind, unit, numel, buffer.dtype)
-        stall.history.append(issued)
+        stamp = Stamp(channel, sequence, kind, unit, numel, buffer.dtype)
+        stall.history.append(stamp)
         stall.newest[channel] = sequence
-        return issued
+        return stamp
 
-    def _start_send(self, buffer: Tensor, to: int, unit: str) -> Issued:
+    def _start_send(self, buffer: Tensor, to: int, unit: str) -> Stamp:
         numel = buffer.numel()
-        return self._start("send", unit, buffer, numel, numel, way=f"{self.rank}>{to}")
+        return self._start("send", unit, buffer, numel, numel, direction=f"{self.rank}>{to}")
 
-    def _start_receive(self, buffer: Tensor, source: int, unit: str) -> Issued:
-        return self._start("receive", unit, buffer, buffer.numel(), 0, way=f"{source}>{self.rank}")
+    def _start_receive(self, buffer: Tensor, source: int, unit: str) -> Stamp:
+        return self._start("receive", unit, buffer, buffer.numel(), 0, direction=f"{source}>{self.rank}")
 
-    def _slices(self, buffer: Tensor, cuts: Cuts) -> Sequence[Tensor]:
+    def _slices(self, buffer: Tensor, bounds: Bounds) -> Sequence[Tensor]:
         """Return the slices of ``buffer``, as views."""
-        if cuts is None:
+        if bounds is None:
             return buffer.view(self.size, -1).unbind(0)
-        return [buffer[start:stop] for start, stop in itertools.pairwise(cuts)]
+        return [buffer[start:stop] for start, stop in itertools.pairwise(bounds)]
 
     def _divide(self, total: Tensor, out: Tensor, divisor: float) -> None:
         """Write ``total / divisor`` to ``out``, by true division.
@@ -438,25 +440,29 @@ class Comm(Recorder, ABC):
     # -- implemented by each transport. Arguments are those of the public method, after the stamp.
 
     @abstractmethod
-    def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle: ...
+    def _do_all_gather(self, stamp: Stamp, buffer: Tensor, bounds: Bounds) -> Handle: ...
 
     @abstractmethod
-    def _do_reduce_scatter(self, issued: Issued, buffer: Tensor, out: Tensor, divisor: float, cuts: Cuts) -> Handle: ...
+    def _do_reduce_scatter(
+        self, stamp: Stamp, buffer: Tensor, out: Tensor, divisor: float, bounds: Bounds
+    ) -> Handle: ...
 
     @abstractmethod
-    def _do_all_reduce(self, issued: Issued, buffer: Tensor, out: Tensor | None, divisor: float) -> Handle: ...
+    def _do_all_reduce(self, stamp: Stamp, buffer: Tensor, out: Tensor | None, divisor: float) -> Handle: ...
 
     @abstractmethod
-    def _do_all_to_all(self, issued: Issued, buffer: Tensor, out: Tensor, cuts: Cuts, out_cuts: Cuts) -> Handle: ...
+    def _do_all_to_all(
+        self, stamp: Stamp, buffer: Tensor, out: Tensor, bounds: Bounds, out_bounds: Bounds
+    ) -> Handle: ...
 
     @abstractmethod
-    def _do_broadcast(self, issued: Issued, buffer: Tensor, root: int) -> Handle: ...
+    def _do_broadcast(self, stamp: Stamp, buffer: Tensor, root: int) -> Handle: ...
 
     @abstractmethod
-    def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle: ...
+    def _do_send(self, stamp: Stamp, buffer: Tensor, to: int) -> Handle: ...
 
     @abstractmethod
-    def _do_receive(self, issued: Issued, buffer: Tensor, source: int) -> Handle: ...
+    def _do_receive(self, stamp: Stamp, buffer: Tensor, source: int) -> Handle: ...
 
     def _do_exchange(self, sends: Sequence[Stamped], receives: Sequence[Stamped]) -> Handle:
         sent = [self._do_send(*each) for each in sends]
@@ -469,7 +475,7 @@ class Wrapper(Comm):
     def __init__(self, inner: Comm, device: torch.device | None = None) -> None:
         super().__init__(inner.axis, inner.rank, inner.size, device or inner.device, inner.channel)
         self._inner = inner
-        self.answers = inner.answers
+        self.has_peers = inner.has_peers
 
     @property
     def held_bytes(self) -> int:
@@ -484,5 +490,5 @@ class Wrapper(Comm):
         """As :meth:`Comm.unrecorded`."""
         return self._inner.unrecorded()
 
-    def _start(self, *given: Any, **named: Any) -> Issued:
+    def _start(self, *given: Any, **named: Any) -> Stamp:
         return self._inner._start(*given, **named)

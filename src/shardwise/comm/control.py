@@ -22,16 +22,16 @@ from shardwise.spec.errors import RankDisagreement, ShardwiseError
 _INNER_AXES = {"tp", "pp", "cp", "ep"}
 
 
-def agree(comm: Comm, code: int) -> list[int]:
+def all_gather_int(comm: Comm, code: int) -> list[int]:
     """Return every rank's ``code``, in rank order, on every rank.
 
     Collective:
         One all-gather of eight bytes per rank. All ranks must call.
     """
-    return [row[0] for row in agree_row(comm, [code])]
+    return [row[0] for row in all_gather_ints(comm, [code])]
 
 
-def agree_row(comm: Comm, row: Sequence[int], *, unit: str = "control") -> list[list[int]]:
+def all_gather_ints(comm: Comm, row: Sequence[int], *, unit: str = "control") -> list[list[int]]:
     """Return every rank's ``row`` of integers, in rank order, on every rank.
 
     Collective:
@@ -45,19 +45,19 @@ def agree_row(comm: Comm, row: Sequence[int], *, unit: str = "control") -> list[
     return moved.view(comm.size, -1).tolist()
 
 
-def agree_highest(comm: Comm, row: Sequence[int], *, unit: str = "control") -> list[int]:
+def all_reduce_max(comm: Comm, row: Sequence[int], *, unit: str = "control") -> list[int]:
     """Return the highest of each integer of ``row`` over the ranks, on every rank.
 
     Collective:
         Eight bytes per integer to the ranks at distance 1, 2, 4, ...: ``log2(size)`` messages per rank, rounded up,
-        compared with ``size - 1`` of :func:`agree_row`. All ranks must call.
+        compared with ``size - 1`` of :func:`all_gather_ints`. All ranks must call.
     """
     comm, distance = comm.host, 1
     highest = torch.tensor(row, dtype=torch.int64, device=comm.device)
     while distance < comm.size:
-        heard, to, source = torch.empty_like(highest), (comm.rank + distance) % comm.size, comm.rank - distance
-        comm.exchange([(highest, to, unit)], [(heard, source % comm.size, unit)]).wait()
-        highest = torch.maximum(highest, heard)
+        received, to, source = torch.empty_like(highest), (comm.rank + distance) % comm.size, comm.rank - distance
+        comm.exchange([(highest, to, unit)], [(received, source % comm.size, unit)]).wait()
+        highest = torch.maximum(highest, received)
         distance *= 2
     return highest.tolist()
 
@@ -69,14 +69,14 @@ def all_gather_json(comm: Comm, value: Any) -> list[Any]:
         Two all-gathers: the lengths, then texts padded to the longest. All ranks must call.
     """
     comm = comm.host
-    text = _encoded(value)
-    lengths = agree(comm, text.numel())
+    text = _encode(value)
+    lengths = all_gather_int(comm, text.numel())
     rows = torch.zeros(comm.size, max(lengths), dtype=torch.uint8)
     rows[comm.rank, : text.numel()] = text
     moved = rows.to(comm.device).view(-1)
     comm.all_gather(moved, unit="control").wait()
     texts = moved.cpu().view(comm.size, -1)
-    return [_decoded(text[:length]) for text, length in zip(texts, lengths, strict=True)]
+    return [_decode(text[:length]) for text, length in zip(texts, lengths, strict=True)]
 
 
 def gather_json(comm: Comm, value: Any) -> list[Any]:
@@ -86,16 +86,16 @@ def gather_json(comm: Comm, value: Any) -> list[Any]:
         Two messages from every other rank to rank 0: the length, then the text. All ranks must call.
     """
     comm = comm.host
-    text = _encoded(value)
+    text = _encode(value)
     if comm.rank:
-        for part in (_number(comm, text.numel()), text.to(comm.device)):
+        for part in (_int_tensor(comm, text.numel()), text.to(comm.device)):
             comm.send(part, to=0, unit="control").wait()
         return []
-    lengths = [_number(comm, 0) for _ in range(1, comm.size)]
+    lengths = [_int_tensor(comm, 0) for _ in range(1, comm.size)]
     _exchange_with_peers(comm, receives=lengths)
     texts = [torch.empty(int(length), dtype=torch.uint8, device=comm.device) for length in lengths]
     _exchange_with_peers(comm, receives=texts)
-    return [_decoded(each) for each in (text, *texts)]
+    return [_decode(each) for each in (text, *texts)]
 
 
 def broadcast_json(comm: Comm, value: Any) -> Any:
@@ -105,13 +105,13 @@ def broadcast_json(comm: Comm, value: Any) -> Any:
         Two broadcasts: the length, then the text. All ranks must call.
     """
     comm = comm.host
-    text = _encoded(value if comm.rank == 0 else None)
-    length = _number(comm, text.numel())
+    text = _encode(value if comm.rank == 0 else None)
+    length = _int_tensor(comm, text.numel())
     comm.broadcast(length, root=0, unit="control").wait()
     moved = text if comm.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
     moved = moved.to(comm.device)
     comm.broadcast(moved, root=0, unit="control").wait()
-    return _decoded(moved)
+    return _decode(moved)
 
 
 def scatter_json(comm: Comm, values: Sequence[Any]) -> Any:
@@ -122,32 +122,32 @@ def scatter_json(comm: Comm, values: Sequence[Any]) -> Any:
     """
     comm = comm.host
     if comm.rank:
-        length = _number(comm, 0)
+        length = _int_tensor(comm, 0)
         comm.receive(length, source=0, unit="control").wait()
         text = torch.empty(int(length), dtype=torch.uint8, device=comm.device)
         comm.receive(text, source=0, unit="control").wait()
-        return _decoded(text)
-    own, *texts = map(_encoded, values)
-    _exchange_with_peers(comm, sends=[_number(comm, text.numel()) for text in texts])
+        return _decode(text)
+    own, *texts = map(_encode, values)
+    _exchange_with_peers(comm, sends=[_int_tensor(comm, text.numel()) for text in texts])
     _exchange_with_peers(comm, sends=[text.to(comm.device) for text in texts])
-    return _decoded(own)
+    return _decode(own)
 
 
 def _exchange_with_peers(comm: Comm, *, sends: Sequence[Tensor] = (), receives: Sequence[Tensor] = ()) -> None:
     """On rank 0, send or receive a tensor for each of the other ranks."""
-    outgoing, incoming = ([(each, peer, "control") for peer, each in enumerate(held, 1)] for held in (sends, receives))
+    outgoing, incoming = ([(each, peer, "control") for peer, each in enumerate(side, 1)] for side in (sends, receives))
     comm.exchange(outgoing, incoming).wait()
 
 
-def _number(comm: Comm, value: int) -> Tensor:
+def _int_tensor(comm: Comm, value: int) -> Tensor:
     return torch.tensor([value], dtype=torch.int64, device=comm.device)
 
 
-def _encoded(value: Any) -> Tensor:
+def _encode(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8)
 
 
-def _decoded(text: Tensor) -> Any:
+def _decode(text: Tensor) -> Any:
     return json.loads(text.cpu().numpy().tobytes())
 
 
@@ -175,7 +175,7 @@ def check_same(
         An all-gather of eight bytes per rank; if the ranks disagree and ``show`` is given, one of JSON. All ranks must
         call.
     """
-    refuse_different(comm, agree(comm, value), what, advice, show=show, error=error)
+    refuse_different(comm, all_gather_int(comm, value), what, advice, show=show, error=error)
 
 
 def refuse_different(
@@ -209,12 +209,12 @@ def refuse_different(
     found = f"rank {odd}{along} differs from rank 0"
     if show is not None:
         shown = all_gather_json(comm, show())
-        here, there = _apart(shown[0], shown[odd])
+        here, there = _first_differences(shown[0], shown[odd])
         found = f"rank 0{along} has {here}, rank {odd}{along} has {there}"
     raise error(f"{what}: {found}.\n  {advice}")
 
 
-def _apart(here: Any, there: Any) -> tuple[Any, Any]:
+def _first_differences(here: Any, there: Any) -> tuple[Any, Any]:
     """Return the first entry of each list that the other one lacks; values that are no lists are unchanged."""
     if not isinstance(here, list):
         return here, there
@@ -230,9 +230,9 @@ def fail_together(comm: Comm, error: ShardwiseError | None) -> None:
     Collective:
         An all-gather of JSON. All ranks must call.
     """
-    told = all_gather_json(comm, None if error is None else [type(error).__name__, str(error)])
-    failed = [(rank, *found) for rank, found in enumerate(told) if found is not None]
+    by_rank = all_gather_json(comm, None if error is None else [type(error).__name__, str(error)])
+    failed = [(rank, *found) for rank, found in enumerate(by_rank) if found is not None]
     if failed:
         rank, kind, text = failed[0]
-        where = "" if len(failed) == len(told) else f"rank {rank}: "
+        where = "" if len(failed) == len(by_rank) else f"rank {rank}: "
         raise getattr(errors, kind, ShardwiseError)(where + text) from error

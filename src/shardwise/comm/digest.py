@@ -44,12 +44,12 @@ class Digester:
             tensors: The tensors; their order matters.
             device: Device of the result; by default that of the tensors, so that the host does not wait.
         """
-        held = [tensor.detach() for tensor in tensors if tensor.numel()]
-        header = hashlib.blake2b(repr([(tensor.dtype, tensor.numel()) for tensor in held]).encode(), digest_size=8)
-        target = device or (held[0].device if held else torch.device("cpu"))
+        non_empty = [tensor.detach() for tensor in tensors if tensor.numel()]
+        header = hashlib.blake2b(repr([(tensor.dtype, tensor.numel()) for tensor in non_empty]).encode(), digest_size=8)
+        target = device or (non_empty[0].device if non_empty else torch.device("cpu"))
         total = torch.zeros(2, dtype=torch.int64, device=target)
-        if held:
-            sums = torch.cat([self._sums(_words(tensor), tensor.device, 0).to(target) for tensor in held])
+        if non_empty:
+            sums = torch.cat([self._sums(_words(tensor), tensor.device, 0).to(target) for tensor in non_empty])
             total = self._sums(sums.split(ROW_WORDS), target, _LAST_LEVEL)
         return total + int.from_bytes(header.digest(), signed=True)
 

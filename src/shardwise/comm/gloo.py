@@ -27,8 +27,8 @@ from torch.profiler import record_function
 
 from shardwise import torch_private
 from shardwise.comm import stall
-from shardwise.comm.base import Chain, Comm, Cuts, Handle
-from shardwise.comm.stall import Issued, StallWatch
+from shardwise.comm.base import Bounds, Chain, Comm, Handle
+from shardwise.comm.stall import StallWatch, Stamp
 from shardwise.spec.errors import CommError
 
 #: Sums run in chunks of this many elements, so that a chunk stays in the cache from the first addition to the division.
@@ -57,46 +57,46 @@ class GlooComm(Comm):
         self.group = group
         self.watch = watch
         self._hashes: dict[tuple[str, str, str, int, torch.dtype], int] = {}
-        self._scratch = Scratch()
+        self._scratch = ScratchBuffers()
         # Peers in an order that differs from rank to rank, so that not all send to rank 0 first.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
         # Destroying torch's ``Work`` of a message waits until Gloo's thread has released it. Right after the wait, that
         # thread is not scheduled yet: this took a third of the time of a sum of 4 KiB. So the ``Work`` objects of the
         # last receives and sends are kept until the next ones have been waited for.
-        self.kept: deque[tuple[dist.Work, ...]] = deque(maxlen=2)
+        self.kept_works: deque[tuple[dist.Work, ...]] = deque(maxlen=2)
 
     @property
     def held_bytes(self) -> int:
         """As :attr:`Comm.held_bytes`."""
         return self._scratch.num_bytes
 
-    def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle:
-        return self._spread(self._exchange(issued), self._slices(buffer, cuts))
+    def _do_all_gather(self, stamp: Stamp, buffer: Tensor, bounds: Bounds) -> Handle:
+        return self._gather_slices(self._exchange(stamp), self._slices(buffer, bounds))
 
-    def _do_reduce_scatter(self, issued: Issued, buffer: Tensor, out: Tensor, divisor: float, cuts: Cuts) -> Handle:
-        return self._reduce(issued, self._slices(buffer, cuts), out, divisor)
+    def _do_reduce_scatter(self, stamp: Stamp, buffer: Tensor, out: Tensor, divisor: float, bounds: Bounds) -> Handle:
+        return self._reduce(stamp, self._slices(buffer, bounds), out, divisor)
 
-    def _do_all_reduce(self, issued: Issued, buffer: Tensor, out: Tensor | None, divisor: float) -> Handle:
+    def _do_all_reduce(self, stamp: Stamp, buffer: Tensor, out: Tensor | None, divisor: float) -> Handle:
         if out is not None and self.size == 2:
             # The same number of bytes as with two halves, and one wait instead of two.
-            return self._reduce(issued, [buffer, buffer], out, divisor)
+            return self._reduce(stamp, [buffer, buffer], out, divisor)
         numel = buffer.numel()
-        cuts = [index * numel // self.size for index in range(self.size + 1)]
-        slices, sums = self._slices(buffer, cuts), self._slices(buffer if out is None else out, cuts)
-        reduced = self._reduce(issued, slices, sums[self.rank], divisor)
-        return Chain(reduced, lambda: self._spread(self._exchange(issued, _SECOND_PHASE), sums))
+        bounds = [index * numel // self.size for index in range(self.size + 1)]
+        slices, sums = self._slices(buffer, bounds), self._slices(buffer if out is None else out, bounds)
+        reduced = self._reduce(stamp, slices, sums[self.rank], divisor)
+        return Chain(reduced, lambda: self._gather_slices(self._exchange(stamp, _SECOND_PHASE), sums))
 
-    def _do_all_to_all(self, issued: Issued, buffer: Tensor, out: Tensor, cuts: Cuts, out_cuts: Cuts) -> Handle:
-        slices, slots = self._slices(buffer, cuts), self._slices(out, out_cuts)
-        exchange = self._exchange(issued)
+    def _do_all_to_all(self, stamp: Stamp, buffer: Tensor, out: Tensor, bounds: Bounds, out_bounds: Bounds) -> Handle:
+        slices, slots = self._slices(buffer, bounds), self._slices(out, out_bounds)
+        exchange = self._exchange(stamp)
         for peer in self._peers:
             exchange.receive(slots[peer], peer)
         for peer in self._peers:
             exchange.send(slices[peer], peer)
         return exchange
 
-    def _do_broadcast(self, issued: Issued, buffer: Tensor, root: int) -> Handle:
-        exchange = self._exchange(issued)
+    def _do_broadcast(self, stamp: Stamp, buffer: Tensor, root: int) -> Handle:
+        exchange = self._exchange(stamp)
         if self.rank == root:
             for peer in self._peers:
                 exchange.send(buffer, peer)
@@ -104,33 +104,33 @@ class GlooComm(Comm):
             exchange.receive(buffer, root)
         return exchange
 
-    def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
-        exchange = self._exchange(issued)
+    def _do_send(self, stamp: Stamp, buffer: Tensor, to: int) -> Handle:
+        exchange = self._exchange(stamp)
         exchange.send(buffer, to)
         return exchange
 
-    def _do_receive(self, issued: Issued, buffer: Tensor, source: int) -> Handle:
-        exchange = self._exchange(issued)
+    def _do_receive(self, stamp: Stamp, buffer: Tensor, source: int) -> Handle:
+        exchange = self._exchange(stamp)
         exchange.receive(buffer, source)
         return exchange
 
     # -- the exchange itself
 
-    def _exchange(self, issued: Issued, phase: int = 0) -> _Exchange:
+    def _exchange(self, stamp: Stamp, phase: int = 0) -> _Exchange:
         """Make the exchange of a collective, with a tag that no other collective shares.
 
         The tag is made of the sequence number and a hash of (channel, kind, unit, elements, dtype). Messages of ranks
         that disagree therefore never match: they wait, and the stall watch reports it.
         """
-        key = (issued.channel, issued.kind, issued.unit, issued.numel, issued.dtype)
+        key = (stamp.channel, stamp.kind, stamp.unit, stamp.numel, stamp.dtype)
         code = self._hashes.get(key)
         if code is None:
             code = zlib.crc32(repr(key).encode()) & ((1 << _TAG_HASH_BITS) - 1)
             self._hashes[key] = code
-        tag = ((issued.sequence & ((1 << _TAG_SEQUENCE_BITS) - 1)) << _TAG_HASH_BITS) | code | phase
-        return _Exchange(self, issued, tag)
+        tag = ((stamp.sequence & ((1 << _TAG_SEQUENCE_BITS) - 1)) << _TAG_HASH_BITS) | code | phase
+        return _Exchange(self, stamp, tag)
 
-    def _spread(self, exchange: _Exchange, slices: Sequence[Tensor]) -> _Exchange:
+    def _gather_slices(self, exchange: _Exchange, slices: Sequence[Tensor]) -> _Exchange:
         """Send this rank's slice to every other rank, and receive theirs."""
         for peer in self._peers:
             exchange.receive(slices[peer], peer)
@@ -138,25 +138,25 @@ class GlooComm(Comm):
             exchange.send(slices[self.rank], peer)
         return exchange
 
-    def _reduce(self, issued: Issued, slices: Sequence[Tensor], out: Tensor, divisor: float) -> Handle:
+    def _reduce(self, stamp: Stamp, slices: Sequence[Tensor], out: Tensor, divisor: float) -> Handle:
         own = slices[self.rank]
-        places = [out] if is_apart(out, own) else []  # receive buffers; the first slice goes to the memory of the sum
-        num_more = self.size - 1 - len(places)
-        scratch = self._scratch.take(own.numel() * num_more, own.dtype, own.device) if num_more else None
+        buffers = [out] if is_other_memory(out, own) else []  # receive buffers; the first is the memory of the sum
+        num_more = self.size - 1 - len(buffers)
+        scratch = self._scratch.allocate(own.numel() * num_more, own.dtype, own.device) if num_more else None
         if scratch is not None:
-            places += [scratch[place * own.numel() : (place + 1) * own.numel()] for place in range(num_more)]
-        exchange = self._exchange(issued)
+            buffers += [scratch[index * own.numel() : (index + 1) * own.numel()] for index in range(num_more)]
+        exchange = self._exchange(stamp)
         terms: list[Tensor] = [own] * self.size
-        for peer, place in zip(self._peers, places, strict=True):
-            terms[peer] = place
-            exchange.receive(place, peer)
+        for peer, received in zip(self._peers, buffers, strict=True):
+            terms[peer] = received
+            exchange.receive(received, peer)
         for peer in self._peers:
             exchange.send(slices[peer], peer)
 
         def finish() -> None:
             _sum_in_order(terms, out, divisor, own=self.rank)
             if scratch is not None:
-                self._scratch.give(scratch)
+                self._scratch.release(scratch)
 
         exchange.on_received = finish
         return exchange
@@ -167,9 +167,9 @@ class _Exchange(Handle):
 
     __slots__ = ("_comm", "_receives", "_sends", "_tag", "issued", "messages", "on_received")
 
-    def __init__(self, comm: GlooComm, issued: Issued, tag: int) -> None:
+    def __init__(self, comm: GlooComm, stamp: Stamp, tag: int) -> None:
         self._comm = comm
-        self.issued = issued
+        self.stamp = stamp
         self._tag = tag
         self._receives: list[tuple[dist.Work, Tensor]] = []
         self._sends: list[tuple[dist.Work, Tensor]] = []
@@ -190,17 +190,17 @@ class _Exchange(Handle):
         begin: Callable[..., dist.Work],
         alias: Tensor,
         peer: int,
-        under_way: list[tuple[dist.Work, Tensor]],
+        pending: list[tuple[dist.Work, Tensor]],
     ) -> None:
         """Start a message of ``alias``: ``.data``, whose version counter is separate, because it is emptied later."""
         if not alias.numel():
             return  # the peer skips it too
-        place = self._comm.ranks[peer]
-        self.messages.append((kind, place, self._tag, alias.nbytes))
+        peer_rank = self._comm.ranks[peer]
+        self.messages.append((kind, peer_rank, self._tag, alias.nbytes))
         try:
             if profiler._is_profiler_enabled:
                 begin = _unrecorded(begin)
-            under_way.append((begin([alias], place, self._tag), alias))
+            pending.append((begin([alias], peer_rank, self._tag), alias))
         except RuntimeError as error:
             raise self._failure(error) from error
 
@@ -218,10 +218,10 @@ class _Exchange(Handle):
             self._wait(self._sends)
 
     def _wait(self, messages: list[tuple[dist.Work, Tensor]]) -> None:
-        stall.waiting = self.issued
+        stall.waiting = self.stamp
         watch = self._comm.watch
         if watch is not None:
-            watch.entered(self)
+            watch.enter_wait(self)
         begin = time.perf_counter()
         try:
             with self._range():
@@ -233,24 +233,24 @@ class _Exchange(Handle):
             stall.waiting = None
             self._comm.waited_s += time.perf_counter() - begin
         if watch is not None:
-            watch.left()
+            watch.leave_wait()
         for _, alias in messages:
             if torch.is_inference_mode_enabled() or not alias.is_inference():  # else torch forbids it
                 alias.set_()  # pyrefly: ignore[no-matching-overload] - the kept ``Work`` must not keep memory
-        self._comm.kept.append(tuple(work for work, _ in messages))
+        self._comm.kept_works.append(tuple(work for work, _ in messages))
         messages.clear()
 
     def _range(self) -> AbstractContextManager[Any]:
         """Mark the wait in a profile: ``shardwise::arrive [all_gather blocks.3]``; nothing without a profiler."""
         if not profiler._is_profiler_enabled:
             return _NOTHING
-        return record_function(f"shardwise::arrive [{self.issued.kind} {self.issued.unit}]")
+        return record_function(f"shardwise::arrive [{self.stamp.kind} {self.stamp.unit}]")
 
     def _failure(self, error: RuntimeError) -> CommError:
         message = str(error).strip().splitlines()[0]
         if self._comm.watch is not None:
-            return self._comm.watch.failure(str(self.issued), message)
-        return CommError(f"{self.issued} failed: {message}")
+            return self._comm.watch.failure(str(self.stamp), message)
+        return CommError(f"{self.stamp} failed: {message}")
 
 
 def _unrecorded(begin: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
@@ -292,7 +292,7 @@ def _sum_in_order(terms: Sequence[Tensor], out: Tensor, divisor: float, *, own: 
             torch.div(total, divisor, out=target)
 
 
-class Scratch:
+class ScratchBuffers:
     """The unused receive buffers of one Comm, by dtype, smallest first.
 
     A buffer serves every sum that it is large enough for. After several reductions one buffer per dtype is left, as
@@ -302,7 +302,7 @@ class Scratch:
     def __init__(self) -> None:
         self._free: dict[torch.dtype, list[Tensor]] = {}
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the smallest unused buffer of at least ``numel`` elements, or a new one in place of the largest."""
         free = self._free.setdefault(dtype, [])
         index = bisect.bisect_left(free, numel, key=Tensor.numel)
@@ -312,8 +312,8 @@ class Scratch:
             free.pop()
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def give(self, buffer: Tensor) -> None:
-        """Take back a buffer of :meth:`take`."""
+    def release(self, buffer: Tensor) -> None:
+        """Take back a buffer of :meth:`allocate`."""
         bisect.insort(self._free[buffer.dtype], buffer, key=Tensor.numel)
 
     @property
@@ -327,11 +327,11 @@ class Scratch:
         return sum(buffer.nbytes for buffer in self.free)
 
 
-def is_apart(out: Tensor, own: Tensor) -> bool:
+def is_other_memory(out: Tensor, own: Tensor) -> bool:
     """Whether ``out`` is other memory than this rank's own term, so that a peer's slice can be received there."""
-    return _place(out) != _place(own)
+    return _address(out) != _address(own)
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
+def _address(tensor: Tensor) -> tuple[int, int]:
     storage = tensor.untyped_storage()
     return storage._cdata, int(tensor.storage_offset())

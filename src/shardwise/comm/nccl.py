@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.base import Chain, CollectiveEvent, Comm, Cuts, Handle, Stamped
-from shardwise.comm.stall import Issued, Ledger
+from shardwise.comm.base import Bounds, Chain, CollectiveEvent, Comm, Handle, Stamped
+from shardwise.comm.stall import Ledger, Stamp
 
 
 class NcclComm(Comm):
@@ -35,15 +35,15 @@ class NcclComm(Comm):
         channel: str | None = None,
         ledger: Ledger | None = None,
         host: Comm | None = None,
-        take_turn: Callable[[Issued], None] | None = None,
+        record_order: Callable[[Stamp], None] | None = None,
         stream: torch.cuda.Stream | None = None,
         calls: Any = dist,
     ) -> None:
         super().__init__(axis, group.rank(), group.size(), device, channel)
-        self._is_alone = False
+        self._is_local = False
         self._ledger = ledger or Ledger((), None)
         self._host = host
-        self._take_turn = take_turn
+        self._record_order = record_order
         self._group = group
         self._stream = stream or torch.cuda.Stream(device, priority=-1)
         self._calls = calls  # torch.distributed, or a replacement in tests
@@ -51,55 +51,55 @@ class NcclComm(Comm):
         self._gather = getattr(calls, "all_gather_single", None) or calls.all_gather_into_tensor
         self._reduce_scatter = getattr(calls, "reduce_scatter_single", None) or calls.reduce_scatter_tensor
 
-    def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle:
+    def _do_all_gather(self, stamp: Stamp, buffer: Tensor, bounds: Bounds) -> Handle:
         """As :meth:`Comm.all_gather`; for unequal slices torch issues one NCCL group of broadcasts."""
-        with self._on_stream(issued, buffer) as handle:
-            slices = self._slices(buffer, cuts)
-            if cuts is None:
+        with self._on_stream(stamp, buffer) as handle:
+            slices = self._slices(buffer, bounds)
+            if bounds is None:
                 self._gather(buffer, slices[self.rank], group=self._group)
             else:
                 self._calls.all_gather(list(slices), slices[self.rank], group=self._group)
         return handle
 
-    def _do_reduce_scatter(self, issued: Issued, buffer: Tensor, out: Tensor, divisor: float, cuts: Cuts) -> Handle:
+    def _do_reduce_scatter(self, stamp: Stamp, buffer: Tensor, out: Tensor, divisor: float, bounds: Bounds) -> Handle:
         """As :meth:`Comm.reduce_scatter`; for unequal slices torch issues one NCCL group of reductions."""
         op, rest = self._op(divisor, buffer.dtype)
-        with self._on_stream(issued, buffer, out) as handle:
-            if cuts is None:
+        with self._on_stream(stamp, buffer, out) as handle:
+            if bounds is None:
                 self._reduce_scatter(out, buffer, op=op, group=self._group)
             else:
-                self._calls.reduce_scatter(out, list(self._slices(buffer, cuts)), op=op, group=self._group)
+                self._calls.reduce_scatter(out, list(self._slices(buffer, bounds)), op=op, group=self._group)
             self._divide(out, out, rest)
         return handle
 
-    def _do_all_reduce(self, issued: Issued, buffer: Tensor, out: Tensor | None, divisor: float) -> Handle:
+    def _do_all_reduce(self, stamp: Stamp, buffer: Tensor, out: Tensor | None, divisor: float) -> Handle:
         op, rest = self._op(divisor, buffer.dtype)
-        with self._on_stream(issued, buffer, out) as handle:
+        with self._on_stream(stamp, buffer, out) as handle:
             total = buffer if out is None else out.copy_(buffer)
             self._calls.all_reduce(total, op=op, group=self._group)
             self._divide(total, total, rest)
         return handle
 
-    def _do_all_to_all(self, issued: Issued, buffer: Tensor, out: Tensor, cuts: Cuts, out_cuts: Cuts) -> Handle:
+    def _do_all_to_all(self, stamp: Stamp, buffer: Tensor, out: Tensor, bounds: Bounds, out_bounds: Bounds) -> Handle:
         """As :meth:`Comm.all_to_all`, in one NCCL group of sends and receives."""
-        with self._on_stream(issued, buffer, out) as handle:
-            slices, slots = self._slices(buffer, cuts), self._slices(out, out_cuts)
+        with self._on_stream(stamp, buffer, out) as handle:
+            slices, slots = self._slices(buffer, bounds), self._slices(out, out_bounds)
             self._calls.all_to_all(list(slots), list(slices), group=self._group)
         return handle
 
-    def _do_broadcast(self, issued: Issued, buffer: Tensor, root: int) -> Handle:
-        with self._on_stream(issued, buffer) as handle:
+    def _do_broadcast(self, stamp: Stamp, buffer: Tensor, root: int) -> Handle:
+        with self._on_stream(stamp, buffer) as handle:
             self._calls.broadcast(buffer, group=self._group, group_src=root)
         return handle
 
-    def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
+    def _do_send(self, stamp: Stamp, buffer: Tensor, to: int) -> Handle:
         """As :meth:`Comm.send`; NCCL matches messages only by their order."""
-        with self._on_stream(issued, buffer) as handle:
+        with self._on_stream(stamp, buffer) as handle:
             self._calls.send(buffer, group=self._group, group_dst=to)
         return handle
 
-    def _do_receive(self, issued: Issued, buffer: Tensor, source: int) -> Handle:
-        with self._on_stream(issued, buffer) as handle:
+    def _do_receive(self, stamp: Stamp, buffer: Tensor, source: int) -> Handle:
+        with self._on_stream(stamp, buffer) as handle:
             self._calls.recv(buffer, group=self._group, group_src=source)
         return handle
 
@@ -146,28 +146,28 @@ class NcclComm(Comm):
                 stack.enter_context(self._host.record(found))
             yield found
 
-    def _start(self, *given: Any, **named: Any) -> Issued:
+    def _start(self, *given: Any, **named: Any) -> Stamp:
         """As :meth:`Comm._start`."""
         self._ledger.check()
-        issued = super()._start(*given, **named)
-        if self._take_turn is not None and issued.kind != "message":
-            self._take_turn(issued)
-        return issued
+        stamp = super()._start(*given, **named)
+        if self._record_order is not None and stamp.kind != "message":
+            self._record_order(stamp)
+        return stamp
 
     @contextlib.contextmanager
-    def _on_stream(self, issued: Issued | None, *moved: Tensor | None) -> Iterator[_StreamHandle]:
-        handle = _StreamHandle(self._stream, moved)
-        if issued is not None:  # before the call, in which NCCL may connect ranks and block the host
-            self._ledger.follow(issued, handle.is_done)
+    def _on_stream(self, stamp: Stamp | None, *tensors: Tensor | None) -> Iterator[_StreamHandle]:
+        handle = _StreamHandle(self._stream, tensors)
+        if stamp is not None:  # before the call, in which NCCL may connect ranks and block the host
+            self._ledger.add(stamp, handle.is_done)
         with handle:
             yield handle
 
     def _op(self, divisor: float, dtype: torch.dtype) -> tuple[Any, float]:
         """Return NCCL's operation for a sum divided by ``divisor``, and the divisor that remains to be applied."""
-        way = way_of_sum(divisor, self.size, dtype)
-        if way is Sum.PLAIN:
+        direction = choose_sum(divisor, self.size, dtype)
+        if direction is Sum.PLAIN:
             return self._calls.ReduceOp.SUM, divisor
-        if way is Sum.AVERAGE:
+        if direction is Sum.AVERAGE:
             return self._calls.ReduceOp.AVG, 1
         return self._calls._make_nccl_premul_sum(1 / divisor), 1
 
@@ -180,7 +180,7 @@ class Sum(StrEnum):
     SCALED = "NCCL multiplies every term while it reads it"
 
 
-def way_of_sum(divisor: float, size: int, dtype: torch.dtype) -> Sum:
+def choose_sum(divisor: float, size: int, dtype: torch.dtype) -> Sum:
     """Choose how NCCL computes a sum divided by ``divisor``, without a separate kernel for the division if possible.
 
     If the divisor is a power of two, NCCL multiplies every term by its reciprocal as it reads the term. This is exact,
@@ -203,9 +203,9 @@ def way_of_sum(divisor: float, size: int, dtype: torch.dtype) -> Sum:
 class _StreamHandle(Handle):
     """Handle of work on the communication stream; also the context in which it is enqueued."""
 
-    def __init__(self, stream: torch.cuda.Stream, moved: tuple[Tensor | None, ...]) -> None:
+    def __init__(self, stream: torch.cuda.Stream, tensors: tuple[Tensor | None, ...]) -> None:
         self._stream = stream
-        self._moved = moved  # the allocator does not know that this stream uses them
+        self._tensors = tensors  # the allocator does not know that this stream uses them
         self._event: Any = None  # torch annotates record_event with its private base class
         self._recorded: Any = None  # the same event, kept after the wait
         self._is_issued = False
@@ -231,7 +231,7 @@ class _StreamHandle(Handle):
         if self._event is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._event)
             self._event = None
-            self._moved = ()  # later users of their memory run after the wait on the compute stream
+            self._tensors = ()  # later users of their memory run after the wait on the compute stream
 
     def block(self, stream: torch.cuda.Stream) -> None:
         """Make another stream wait. The tensors are kept until the compute stream waits too."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.base import Chain, Comm, Cuts, Done, Handle
-from shardwise.comm.gloo import Scratch, is_apart
-from shardwise.comm.stall import Issued
+from shardwise.comm.base import Bounds, Chain, Comm, Done, Handle
+from shardwise.comm.gloo import ScratchBuffers, is_other_memory
+from shardwise.comm.stall import Stamp
 from shardwise.spec.errors import CommError
 
 
@@ -21,7 +21,7 @@ class RecordComm(Comm):
     receive buffers of sums as ``GlooComm`` does.
     """
 
-    answers = False
+    has_peers = False
 
     def __init__(
         self, axis: str, *, rank: int, size: int, device: torch.device | str = "cpu", receives: bool = False
@@ -30,9 +30,9 @@ class RecordComm(Comm):
             raise CommError(f"rank {rank} is not one of 0 to {size - 1}.\n  Choose a rank below the number of ranks.")
         super().__init__(axis, rank, size, torch.device(device))
         self.is_in_order = not receives
-        self._is_alone = receives and size == 1
+        self._is_local = receives and size == 1
         self._receives = receives
-        self._scratch = Scratch()
+        self._scratch = ScratchBuffers()
 
     @property
     def device_type(self) -> str:
@@ -47,24 +47,24 @@ class RecordComm(Comm):
         return self._scratch.num_bytes
 
     def _start(
-        self, kind: str, unit: str, buffer: Tensor, numel: int, sent_numel: int, *, way: str | None = None
-    ) -> Issued:
+        self, kind: str, unit: str, buffer: Tensor, numel: int, sent_numel: int, *, direction: str | None = None
+    ) -> Stamp:
         """As :meth:`Comm._start`, but not in the history: the stall watch must not count it as a real collective."""
-        del way
+        del direction
         if self._listeners:
-            self._note(kind, unit, buffer.dtype, sent_numel * buffer.element_size())
-        return Issued(self.channel, 0, kind, unit, numel, buffer.dtype)
+            self._record_event(kind, unit, buffer.dtype, sent_numel * buffer.element_size())
+        return Stamp(self.channel, 0, kind, unit, numel, buffer.dtype)
 
-    def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle:
-        return _Under(buffer)
+    def _do_all_gather(self, stamp: Stamp, buffer: Tensor, bounds: Bounds) -> Handle:
+        return _RecordedHandle(buffer)
 
-    def _do_reduce_scatter(self, issued: Issued, buffer: Tensor, out: Tensor, divisor: float, cuts: Cuts) -> Handle:
-        own = self._own(buffer, cuts)
-        if is_apart(out, own):
+    def _do_reduce_scatter(self, stamp: Stamp, buffer: Tensor, out: Tensor, divisor: float, bounds: Bounds) -> Handle:
+        own = self._own_slice(buffer, bounds)
+        if is_other_memory(out, own):
             out.copy_(own)
         return self._reduce(buffer, own, out)
 
-    def _do_all_reduce(self, issued: Issued, buffer: Tensor, out: Tensor | None, divisor: float) -> Handle:
+    def _do_all_reduce(self, stamp: Stamp, buffer: Tensor, out: Tensor | None, divisor: float) -> Handle:
         own = (self.rank + 1) * buffer.numel() // self.size - self.rank * buffer.numel() // self.size
         if out is not None:
             out.copy_(buffer)
@@ -72,33 +72,35 @@ class RecordComm(Comm):
         reduced = self._reduce(buffer, buffer[:own], (buffer if out is None else out)[:own])
         return Chain(reduced, Done) if self._receives else reduced
 
-    def _do_all_to_all(self, issued: Issued, buffer: Tensor, out: Tensor, cuts: Cuts, out_cuts: Cuts) -> Handle:
-        return _Under(buffer)
+    def _do_all_to_all(self, stamp: Stamp, buffer: Tensor, out: Tensor, bounds: Bounds, out_bounds: Bounds) -> Handle:
+        return _RecordedHandle(buffer)
 
-    def _do_broadcast(self, issued: Issued, buffer: Tensor, root: int) -> Handle:
-        return _Under(buffer)
+    def _do_broadcast(self, stamp: Stamp, buffer: Tensor, root: int) -> Handle:
+        return _RecordedHandle(buffer)
 
-    def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
-        return _Under(buffer)
+    def _do_send(self, stamp: Stamp, buffer: Tensor, to: int) -> Handle:
+        return _RecordedHandle(buffer)
 
-    def _do_receive(self, issued: Issued, buffer: Tensor, source: int) -> Handle:
-        return _Under(buffer)
+    def _do_receive(self, stamp: Stamp, buffer: Tensor, source: int) -> Handle:
+        return _RecordedHandle(buffer)
 
-    def _own(self, buffer: Tensor, cuts: Cuts) -> Tensor:
+    def _own_slice(self, buffer: Tensor, bounds: Bounds) -> Tensor:
         each = buffer.numel() // self.size
-        start, stop = (self.rank * each, (self.rank + 1) * each) if cuts is None else cuts[self.rank : self.rank + 2]
+        start, stop = (
+            (self.rank * each, (self.rank + 1) * each) if bounds is None else bounds[self.rank : self.rank + 2]
+        )
         return buffer[start:stop]
 
     def _reduce(self, buffer: Tensor, own: Tensor, out: Tensor) -> Handle:
         """Keep the sent buffer and the receive buffers of the peers' slices until the handle is waited for."""
-        num_received = self.size - 1 - is_apart(out, own)
+        num_received = self.size - 1 - is_other_memory(out, own)
         if not self._receives or num_received < 1:
-            return _Under(buffer)
-        received = self._scratch.take(own.numel() * num_received, own.dtype, own.device)
-        return _Under(buffer, lambda: self._scratch.give(received))
+            return _RecordedHandle(buffer)
+        received = self._scratch.allocate(own.numel() * num_received, own.dtype, own.device)
+        return _RecordedHandle(buffer, lambda: self._scratch.release(received))
 
 
-class _Under(Handle):
+class _RecordedHandle(Handle):
     """A simulated message under way, which keeps the sent buffer alive."""
 
     def __init__(self, sent: Tensor, finish: Callable[[], Any] | None = None) -> None:

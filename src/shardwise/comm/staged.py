@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.comm.base import Comm, Cuts, Handle, Stamped, Wrapper
-from shardwise.comm.stall import Issued
+from shardwise.comm.base import Bounds, Comm, Handle, Stamped, Wrapper
+from shardwise.comm.stall import Stamp
 
 #: Target on the device and source on the host of a received part.
 _Delivery = tuple[Tensor, Tensor]
@@ -37,42 +37,42 @@ class StagedComm(Wrapper):
         """The Comm for host memory."""
         return self._inner
 
-    def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle:
+    def _do_all_gather(self, stamp: Stamp, buffer: Tensor, bounds: Bounds) -> Handle:
         host = self._empty(buffer)
-        mine, here = self._slices(buffer, cuts), self._slices(host, cuts)
-        self._send((here[self.rank], mine[self.rank]))
-        return _Staged(self._inner._do_all_gather(issued, host, cuts), self._of_others(mine, here))
+        own_slices, host_slices = self._slices(buffer, bounds), self._slices(host, bounds)
+        self._send((host_slices[self.rank], own_slices[self.rank]))
+        return _Staged(self._inner._do_all_gather(stamp, host, bounds), self._peer_slices(own_slices, host_slices))
 
-    def _do_reduce_scatter(self, issued: Issued, buffer: Tensor, out: Tensor, divisor: float, cuts: Cuts) -> Handle:
+    def _do_reduce_scatter(self, stamp: Stamp, buffer: Tensor, out: Tensor, divisor: float, bounds: Bounds) -> Handle:
         host = self._copy(buffer)
-        own = self._slices(host, cuts)[self.rank]
-        return _Staged(self._inner._do_reduce_scatter(issued, host, own, divisor, cuts), [(out, own)])
+        own = self._slices(host, bounds)[self.rank]
+        return _Staged(self._inner._do_reduce_scatter(stamp, host, own, divisor, bounds), [(out, own)])
 
-    def _do_all_reduce(self, issued: Issued, buffer: Tensor, out: Tensor | None, divisor: float) -> Handle:
+    def _do_all_reduce(self, stamp: Stamp, buffer: Tensor, out: Tensor | None, divisor: float) -> Handle:
         host = self._copy(buffer)
-        handle = self._inner._do_all_reduce(issued, host, None, divisor)
+        handle = self._inner._do_all_reduce(stamp, host, None, divisor)
         return _Staged(handle, [(buffer if out is None else out, host)])
 
-    def _do_all_to_all(self, issued: Issued, buffer: Tensor, out: Tensor, cuts: Cuts, out_cuts: Cuts) -> Handle:
+    def _do_all_to_all(self, stamp: Stamp, buffer: Tensor, out: Tensor, bounds: Bounds, out_bounds: Bounds) -> Handle:
         host, received = self._copy(buffer), self._empty(out)
-        handle = self._inner._do_all_to_all(issued, host, received, cuts, out_cuts)
-        return _Staged(handle, self._of_others(self._slices(out, out_cuts), self._slices(received, out_cuts)))
+        handle = self._inner._do_all_to_all(stamp, host, received, bounds, out_bounds)
+        return _Staged(handle, self._peer_slices(self._slices(out, out_bounds), self._slices(received, out_bounds)))
 
-    def _do_broadcast(self, issued: Issued, buffer: Tensor, root: int) -> Handle:
+    def _do_broadcast(self, stamp: Stamp, buffer: Tensor, root: int) -> Handle:
         is_root = self.rank == root
         host = self._copy(buffer) if is_root else self._empty(buffer)
-        return _Staged(self._inner._do_broadcast(issued, host, root), [] if is_root else [(buffer, host)])
+        return _Staged(self._inner._do_broadcast(stamp, host, root), [] if is_root else [(buffer, host)])
 
-    def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
-        return _Staged(self._inner._do_send(issued, self._copy(buffer), to), [])
+    def _do_send(self, stamp: Stamp, buffer: Tensor, to: int) -> Handle:
+        return _Staged(self._inner._do_send(stamp, self._copy(buffer), to), [])
 
-    def _do_receive(self, issued: Issued, buffer: Tensor, source: int) -> Handle:
+    def _do_receive(self, stamp: Stamp, buffer: Tensor, source: int) -> Handle:
         host = self._empty(buffer)
-        return _Staged(self._inner._do_receive(issued, host, source), [(buffer, host)])
+        return _Staged(self._inner._do_receive(stamp, host, source), [(buffer, host)])
 
     def _do_exchange(self, sends: Sequence[Stamped], receives: Sequence[Stamped]) -> Handle:
-        sent = [(issued, self._copy(buffer), to) for issued, buffer, to in sends]
-        received = [(issued, self._empty(buffer), source) for issued, buffer, source in receives]
+        sent = [(stamp, self._copy(buffer), to) for stamp, buffer, to in sends]
+        received = [(stamp, self._empty(buffer), source) for stamp, buffer, source in receives]
         deliveries = [(target, host) for (_, target, _), (_, host, _) in zip(receives, received, strict=True)]
         return _Staged(self._inner._do_exchange(sent, received), deliveries)
 
@@ -93,7 +93,7 @@ class StagedComm(Wrapper):
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _of_others(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[_Delivery]:
+    def _peer_slices(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[_Delivery]:
         """Return the pairs of slices that belong to other ranks."""
         pairs = enumerate(zip(targets, sources, strict=True))
         return [pair for rank, pair in pairs if rank != self.rank and pair[0].numel()]

@@ -51,10 +51,10 @@ from shardwise.launch.world import keep_group_while
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
 
 
-class Waited(Protocol):
+class PendingWait(Protocol):
     """A collective for which the main thread waits, as the watch sees it."""
 
-    issued: Issued
+    stamp: Stamp
     messages: list[tuple[str, int, int, int]]  # direction, peer in the group, tag and bytes of each of its messages
 
 
@@ -62,7 +62,7 @@ class Waited(Protocol):
 
 
 @dataclass(slots=True)
-class Issued:
+class Stamp:
     """The stamp of one collective of one Comm."""
 
     channel: str  # name of the Comm
@@ -78,7 +78,7 @@ class Issued:
 
 
 #: The newest collectives of this process, oldest first. The host may be hundreds of collectives ahead of the device.
-history: deque[Issued] = deque(maxlen=1024)
+history: deque[Stamp] = deque(maxlen=1024)
 
 #: Sequence number of the newest collective, by channel. Unlike the history it includes every channel.
 newest: dict[str, int] = {}
@@ -90,7 +90,7 @@ def num_issued() -> int:
 
 
 #: The collective for which a thread is waiting now.
-waiting: Issued | None = None
+waiting: Stamp | None = None
 
 
 def last_collective() -> str:
@@ -115,32 +115,32 @@ class Ledger:
     def __init__(self, peers: Sequence[int], watch: StallWatch | None) -> None:
         self.peers = peers
         self._watch = watch
-        self._under_way: deque[tuple[Issued, Callable[[], bool]]] = deque(maxlen=_MAX_UNDER_WAY)
+        self._pending: deque[tuple[Stamp, Callable[[], bool]]] = deque(maxlen=_MAX_UNDER_WAY)
         if watch is not None:
-            watch.follow(self)
+            watch.add_ledger(self)
 
     def check(self) -> None:
         """Raise the verdict of the watch, if there is one: an earlier collective will not end."""
         if self._watch is not None:
             self._watch.check()
 
-    def follow(self, issued: Issued, is_done: Callable[[], bool]) -> None:
+    def add(self, stamp: Stamp, is_done: Callable[[], bool]) -> None:
         """Add a collective that was issued; ``is_done`` asks the device without waiting."""
         if self._watch is not None:
-            self._under_way.append((issued, is_done))
+            self._pending.append((stamp, is_done))
 
-    def oldest(self, before_s: float) -> Issued | None:
+    def oldest(self, before_s: float) -> Stamp | None:
         """Return the oldest collective that the device has not completed, of those issued before ``before_s``.
 
         The device is not asked about later ones, because asking disturbs a capture of CUDA graphs.
         """
-        while self._under_way:
-            issued, is_done = self._under_way[0]
-            if issued.issued_at_s > before_s:
+        while self._pending:
+            stamp, is_done = self._pending[0]
+            if stamp.issued_at_s > before_s:
                 return None
             if not _is_done(is_done):
-                return issued
-            self._under_way.popleft()
+                return stamp
+            self._pending.popleft()
         return None
 
 
@@ -163,7 +163,7 @@ IDLE_INTERVAL_S = 4.0
 #: Longest wait for the thread at the end of the process, because the thread may be blocked in a store that is gone.
 _END_S = 5.0
 #: Time that a rank whose peer is gone waits for the peer's note that it has exited.
-LAST_WORD_S = 2.0
+EXIT_NOTE_S = 2.0
 
 #: Time after a verdict on the device until a process whose host issues no collective is killed.
 GRACE_S = 10.0
@@ -188,41 +188,41 @@ _FEWER_BATCHES = (
 class StallWatch:
     """Watches the waits of this process on one process group."""
 
-    _of_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, StallWatch]] = weakref.WeakKeyDictionary()
+    _by_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, StallWatch]] = weakref.WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._store = dist.PrefixStore(_KEY, group.get_group_store())
         self._rank = group.rank()
         self._size = group.size()
-        self._waiting: tuple[Waited, float] | None = None
+        self._waiting: tuple[PendingWait, float] | None = None
         self._answered: set[tuple[int, str, int]] = set()
-        self._kept: list[Any] = []
+        self._kept_alive: list[Any] = []
         self._idle_since = 0.0
-        self._elsewhere: tuple[int, str, float] | None = (
+        self._torch_wait: tuple[int, str, float] | None = (
             None  # frame inside torch.distributed, name of the function, time of its first sight
         )
         self.verdict: CommError | None = None  # the disagreement or time-out, once one was found
         self.limit_s = math.inf  # time that a device may wait for its peers
         self._ledgers: list[weakref.ref[Ledger]] = []
-        self._overdue: tuple[Issued, Sequence[int], float] | None = None  # a collective, its peers, overdue since
-        self._is_told = False  # whether the main thread has raised the verdict
+        self._overdue: tuple[Stamp, Sequence[int], float] | None = None  # a collective, its peers, overdue since
+        self._is_raised = False  # whether the main thread has raised the verdict
         self._verdict_since = math.inf
         self._claim = "", -math.inf  # the store's entry for the comparing rank, and the time of its last change
-        self._last_asked: bytes | None = None  # the request for which this rank last published
-        self._ends = threading.Event()
+        self._last_request: bytes | None = None  # the request for which this rank last published
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-stall-watch", daemon=True)
         self._thread.start()
         # A thread that is inside the store while the interpreter exits aborts the process ("terminate called without
         # an active exception"). So the thread is ended first, even if the group was not destroyed.
-        atexit.register(_end, weakref.ref(self))
+        atexit.register(_end_at_exit, weakref.ref(self))
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> StallWatch:
         """Return the watch of ``group`` in this process, one for each group."""
-        watch = cls._of_group.get(group)
+        watch = cls._by_group.get(group)
         if watch is None:
-            watch = cls._of_group[group] = cls(group)
+            watch = cls._by_group[group] = cls(group)
         return watch
 
     # -- called by the main thread
@@ -235,17 +235,17 @@ class StallWatch:
         if getattr(sys, "last_value", None) is None and not os.environ.get(LOG_DIR):
             with contextlib.suppress(Exception):
                 self._store.set("ended", str(self._rank))
-        self._ends.set()
+        self._stop.set()
         self._thread.join(timeout=_END_S)
 
-    def follow(self, ledger: Ledger) -> None:
+    def add_ledger(self, ledger: Ledger) -> None:
         """Watch the collectives of ``ledger`` too."""
-        self._ledgers = [held for held in self._ledgers if held() is not None] + [weakref.ref(ledger)]
+        self._ledgers = [ref for ref in self._ledgers if ref() is not None] + [weakref.ref(ledger)]
 
     def check(self) -> None:
         """Raise the verdict, if there is one; called before a collective is issued."""
         if self.verdict is not None:
-            self._is_told = True
+            self._is_raised = True
             raise self.verdict
 
     @property
@@ -253,12 +253,12 @@ class StallWatch:
         """Whether the device waits for a peer that will not come, so that a wait for the device would not end."""
         return self.verdict is not None and self._overdue is not None
 
-    def entered(self, exchange: Waited) -> None:
+    def enter_wait(self, exchange: PendingWait) -> None:
         """Record that the main thread is about to wait for ``exchange``; raises the verdict, if there is one."""
         self.check()
         self._waiting = (exchange, time.monotonic())
 
-    def left(self) -> None:
+    def leave_wait(self) -> None:
         """Record that the wait is over; raises the verdict, if there is one."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and _is_stalled(waiting):
@@ -266,7 +266,7 @@ class StallWatch:
         if waiting is not None and self.verdict is not None:
             # Its sends may be under way. If their memory were freed, Gloo would stop in the middle of a message, and
             # later messages on the connection would not be sent, such as the answer for which the peer waits.
-            self._kept.append(waiting)
+            self._kept_alive.append(waiting)
         self.check()
 
     def failure(self, what: str, message: str) -> CommError:
@@ -275,7 +275,7 @@ class StallWatch:
         with contextlib.suppress(Exception):
             self._read_verdict()
         if self.verdict is not None:
-            self._is_told = True
+            self._is_raised = True
             return self.verdict
         if "imed out" in message or "timeout" in message.lower():
             with contextlib.suppress(Exception):
@@ -308,8 +308,8 @@ class StallWatch:
         return "\n".join(lines)
 
     def _ended_rank(self) -> int | None:
-        """Return a rank that has recorded its exit, or ``None`` if there is none within ``LAST_WORD_S``."""
-        deadline = time.monotonic() + LAST_WORD_S
+        """Return a rank that has recorded its exit, or ``None`` if there is none within ``EXIT_NOTE_S``."""
+        deadline = time.monotonic() + EXIT_NOTE_S
         directory = os.environ.get(LOG_DIR)
         has_notes = directory and str(self._size) == os.environ.get("WORLD_SIZE")  # notes are by rank of the world
         while time.monotonic() < deadline:
@@ -324,62 +324,62 @@ class StallWatch:
     # -- the thread
 
     def _run(self) -> None:
-        while self._group() is not None and not self._ends.wait(INTERVAL_S):
+        while self._group() is not None and not self._stop.wait(INTERVAL_S):
             try:
-                self._look()
+                self._check_waits()
             except Exception:  # noqa: BLE001 - the store is gone at the end of the job, and nothing can be reported
                 return
 
-    def _look(self) -> None:
+    def _check_waits(self) -> None:
         waiting = self._waiting
         now = time.monotonic()
-        self._look_at_device(now)
+        self._check_device(now)
         is_overdue = self._overdue is not None and now - self._overdue[2] >= STALL_S
         if not is_overdue and (waiting is None or not _is_stalled(waiting)):
             if now - self._idle_since > IDLE_INTERVAL_S:
                 self._idle_since = now
-                self._publish_if_asked()
+                self._publish_if_requested()
                 if self.verdict is not None:  # a peer may wait for this rank, which is not in a collective
                     self._answer()
             return
         self._publish()
         self._store.set("ask", f"{self._rank} {now}")
         self._read_verdict()
-        if self._has_turn(now):
+        if self._may_compare(now):
             self._compare()
         if self.verdict is not None:
             self._answer()
             self._verdict_since = min(self._verdict_since, now)
-            if is_overdue and not self._is_told and now - self._verdict_since >= GRACE_S:
-                self._leave(self.verdict)
+            if is_overdue and not self._is_raised and now - self._verdict_since >= GRACE_S:
+                self._exit_process(self.verdict)
 
-    def _publish_if_asked(self) -> None:
+    def _publish_if_requested(self) -> None:
         """Publish for a stalled peer. The peer asks at each interval, so publishing stops when the peer continues."""
-        asked = self._store.get("ask") if self._store.check(["ask"]) else None
-        if asked != self._last_asked:
-            self._last_asked = asked
+        request = self._store.get("ask") if self._store.check(["ask"]) else None
+        if request != self._last_request:
+            self._last_request = request
             self._publish()
             self._read_verdict()
 
-    def _look_at_device(self, now: float) -> None:
+    def _check_device(self, now: float) -> None:
         """Find the overdue collective, and the time since which the device has not completed it."""
-        ledgers = [ledger for held in list(self._ledgers) if (ledger := held()) is not None]
-        found = [(issued, ledger.peers) for ledger in ledgers if (issued := ledger.oldest(now - STALL_S)) is not None]
+        ledgers = [ledger for ref in list(self._ledgers) if (ledger := ref()) is not None]
+        found = [(stamp, ledger.peers) for ledger in ledgers if (stamp := ledger.oldest(now - STALL_S)) is not None]
         if not found:
             self._overdue = None
             return
-        issued, peers = min(found, key=lambda each: each[0].issued_at_s)
-        if self._overdue is None or self._overdue[0] is not issued:
-            self._overdue = issued, peers, now
+        stamp, peers = min(found, key=lambda each: each[0].issued_at_s)
+        if self._overdue is None or self._overdue[0] is not stamp:
+            self._overdue = stamp, peers, now
 
-    def _leave(self, verdict: CommError) -> None:
+    def _exit_process(self, verdict: CommError) -> None:
         """Exit the process, because its main thread waits for a device that will never finish."""
         text = f"{type(verdict).__name__}: {verdict}"
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        where = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         note_exit(verdict.exit_code, text)
         with contextlib.suppress(Exception):
-            sys.stderr.write(f"The main thread waits for the device (most recent call last):\n{where}{text}\n")
+            sys.stderr.write(f"The main thread waits for the device (most recent call last):\n{stack}{text}\n")
         _flush()
         os._exit(verdict.exit_code)
 
@@ -387,9 +387,9 @@ class StallWatch:
         waiting, overdue = self._waiting, self._overdue
         last, waits_for, peers = last_collective(), None, []
         if waiting is not None:
-            waits_for, peers = _as_row(waiting[0].issued), sorted({peer for _, peer, _, _ in waiting[0].messages})
+            waits_for, peers = _to_list(waiting[0].stamp), sorted({peer for _, peer, _, _ in waiting[0].messages})
         elif overdue is not None:
-            waits_for, peers = _as_row(overdue[0]), list(overdue[1])
+            waits_for, peers = _to_list(overdue[0]), list(overdue[1])
             last += f"; {self.overdue_text()}"
         status = {
             "elsewhere": self._torch_collective(),
@@ -401,7 +401,7 @@ class StallWatch:
             "issued": _published(list(history), None if overdue is None else overdue[0]),
             "newest": dict(newest),
             "peers": peers,
-            # Only stalled waits are answered, because ``left`` reads the verdict only after a stall.
+            # Only stalled waits are answered, because ``leave_wait`` reads the verdict only after a stall.
             "messages": [list(message) for message in waiting[0].messages] if waiting and _is_stalled(waiting) else [],
         }
         self._store.set(f"rank-{self._rank}", json.dumps(status))
@@ -418,12 +418,12 @@ class StallWatch:
                 found = frame
             frame = frame.f_back
         if found is None or found.f_locals.get("group") not in {None, dist.group.WORLD}:
-            self._elsewhere = None
+            self._torch_wait = None
             return None
         now = time.monotonic()
-        if self._elsewhere is None or self._elsewhere[0] != id(found):
-            self._elsewhere = (id(found), found.f_code.co_name, now)
-        return self._elsewhere[1] if now - self._elsewhere[2] >= STALL_S else None
+        if self._torch_wait is None or self._torch_wait[0] != id(found):
+            self._torch_wait = (id(found), found.f_code.co_name, now)
+        return self._torch_wait[1] if now - self._torch_wait[2] >= STALL_S else None
 
     def _status_of(self, rank: int) -> dict[str, Any] | None:
         key = f"rank-{rank}"
@@ -434,44 +434,44 @@ class StallWatch:
             kind, text = json.loads(self._store.get("verdict"))
             self.verdict = (CommTimeout if kind == CommTimeout.__name__ else RankDisagreement)(text)
 
-    def _has_turn(self, now: float) -> bool:
+    def _may_compare(self, now: float) -> bool:
         """Whether this rank compares: the first rank that stalls does, or another one once the first continues."""
         claim, since = self._claim
         own = f"{self._rank} {now}"
         is_free = now - since >= 2 * INTERVAL_S
-        said = (self._store.compare_set("compares", claim, own) if is_free else self._store.get("compares")).decode()
-        if said == own:
+        current = (self._store.compare_set("compares", claim, own) if is_free else self._store.get("compares")).decode()
+        if current == own:
             self._claim = own, -math.inf
-        elif said != claim:
-            self._claim = said, now
-        return said == own
+        elif current != claim:
+            self._claim = current, now
+        return current == own
 
     def _compare(self) -> None:
         """Look for a verdict in the published statuses, and write for each rank which messages to answer."""
         statuses = {rank: status for rank in range(self._size) if (status := self._status_of(rank))}
         if self.verdict is None:
-            self._judge(statuses)
+            self._find_verdict(statuses)
         if self.verdict is None:
             return
-        asked: dict[int, list[Any]] = {}
+        requests: dict[int, list[Any]] = {}
         for rank, status in statuses.items():
             for direction, peer, tag, num_bytes in status["messages"]:
-                asked.setdefault(peer, []).append([rank, status["waits_for"], direction, tag, num_bytes])
-        for peer, messages in asked.items():
+                requests.setdefault(peer, []).append([rank, status["waits_for"], direction, tag, num_bytes])
+        for peer, messages in requests.items():
             self._store.set(f"asked-{peer}", json.dumps(messages))
 
-    def _judge(self, statuses: Mapping[int, dict[str, Any]]) -> None:
+    def _find_verdict(self, statuses: Mapping[int, dict[str, Any]]) -> None:
         """Set a verdict, if the statuses prove one."""
         late = next((status["late"] for status in statuses.values() if status["late"]), None)
         is_late = late is not None
         blocked = {rank: status for rank, status in statuses.items() if is_late or status["is_blocked"]}
-        text, advice = _conflict(statuses) or _deadlock(blocked), _OTHER_PATHS
+        text, advice = _find_conflict(statuses) or _find_deadlock(blocked), _OTHER_PATHS
         if text is None:
-            text, advice = _absence(blocked, statuses), _FEWER_BATCHES
+            text, advice = _find_absence(blocked, statuses), _FEWER_BATCHES
         if text is not None:
-            self._find(RankDisagreement(f"{text}\n  {advice}"))
+            self._set_verdict(RankDisagreement(f"{text}\n  {advice}"))
         elif is_late:
-            self._find(
+            self._set_verdict(
                 CommTimeout(
                     f"{late}: the device has waited for its peers for {self.limit_s:g} s. Where the ranks"
                     f" are:\n{self.describe()}\n"
@@ -479,15 +479,15 @@ class StallWatch:
                 )
             )
 
-    def _find(self, verdict: CommError) -> None:
+    def _set_verdict(self, verdict: CommError) -> None:
         self._store.set("verdict", json.dumps([type(verdict).__name__, str(verdict)]))
         self.verdict = verdict
 
-    def tell(self, verdict: CommError) -> None:
+    def publish_verdict(self, verdict: CommError) -> None:
         """Publish an error of this rank as the verdict. Other ranks read it when they wait, or are asked to publish."""
         with contextlib.suppress(Exception):
-            self._is_told = True
-            self._find(verdict)
+            self._is_raised = True
+            self._set_verdict(verdict)
             self._store.set("ask", f"{self._rank} {verdict}")
 
     def _answer(self) -> None:
@@ -496,7 +496,7 @@ class StallWatch:
         if group is None:
             return
         key = f"asked-{self._rank}"
-        mine = [_as_row(issued) for issued in list(history)]
+        mine = [_to_list(stamp) for stamp in list(history)]
         for rank, waits_for, direction, tag, num_bytes in (
             json.loads(self._store.get(key)) if self._store.check([key]) else ()
         ):
@@ -505,13 +505,13 @@ class StallWatch:
             self._answered.add((rank, direction, tag))
             dummy = torch.zeros(num_bytes, dtype=torch.uint8)
             call = group.send if direction == "receive" else group.recv
-            self._kept.append((dummy, call([dummy], rank, tag)))
+            self._kept_alive.append((dummy, call([dummy], rank, tag)))
 
 
-def where() -> tuple[str, bool]:
+def current_wait() -> tuple[str, bool]:
     """Describe the present or last collective of this process; and whether the host or the device waits in it."""
     text, is_waiting = last_collective(), waiting is not None
-    for watch in list(StallWatch._of_group.values()):
+    for watch in list(StallWatch._by_group.values()):
         overdue = watch.overdue_text()
         if overdue is not None:
             text, is_waiting = overdue, True
@@ -520,13 +520,13 @@ def where() -> tuple[str, bool]:
 
 def is_any_stuck() -> bool:
     """Whether a device of this process is stuck (:attr:`StallWatch.is_stuck`)."""
-    return any(watch.is_stuck for watch in list(StallWatch._of_group.values()))
+    return any(watch.is_stuck for watch in list(StallWatch._by_group.values()))
 
 
 keep_group_while(is_any_stuck)  # destroying the group would wait for the device
 
 
-def _end(watch_ref: weakref.ref[StallWatch]) -> None:
+def _end_at_exit(watch_ref: weakref.ref[StallWatch]) -> None:
     watch = watch_ref()
     if watch is not None:
         watch.end()
@@ -541,30 +541,30 @@ def _flush() -> None:
             stream.flush()
 
 
-def _published(history: Sequence[Issued], overdue: Issued | None) -> list[list[Any]]:
+def _published(history: Sequence[Stamp], overdue: Stamp | None) -> list[list[Any]]:
     """Return the newest collectives as rows, and those around the overdue one, because the host may be far ahead."""
     shown = list(history[-_MAX_PUBLISHED:])
     if overdue is not None:
-        place = next((place for place, issued in enumerate(history) if issued is overdue), 0)
+        place = next((place for place, stamp in enumerate(history) if stamp is overdue), 0)
         around = history[max(0, place - _MAX_PUBLISHED // 2) : place + _MAX_PUBLISHED // 2]
-        shown = list({id(issued): issued for issued in [*around, *shown]}.values())
-    return [_as_row(issued) for issued in shown]
+        shown = list({id(stamp): stamp for stamp in [*around, *shown]}.values())
+    return [_to_list(stamp) for stamp in shown]
 
 
-def _is_stalled(waiting: tuple[Waited, float]) -> bool:
+def _is_stalled(waiting: tuple[PendingWait, float]) -> bool:
     return time.monotonic() - waiting[1] >= STALL_S
 
 
-def _as_row(issued: Issued) -> list[Any]:
+def _to_list(stamp: Stamp) -> list[Any]:
     """Return a collective as a JSON list."""
-    return [issued.channel, issued.sequence, issued.kind, issued.unit, issued.numel, dtype_name(issued.dtype)]
+    return [stamp.channel, stamp.sequence, stamp.kind, stamp.unit, stamp.numel, dtype_name(stamp.dtype)]
 
 
-def _described(kind: str, unit: str, numel: int, dtype: str) -> str:
+def _describe(kind: str, unit: str, numel: int, dtype: str) -> str:
     return f"{kind} of unit {unit!r} ({numel} elements) in {dtype}"
 
 
-def _line(status: Mapping[str, Any]) -> str:
+def _at_line(status: Mapping[str, Any]) -> str:
     """Describe the line of the user's program where a rank waits; empty if there is none."""
     return f", at {status['line']}" if status["line"] else ""
 
@@ -584,22 +584,22 @@ def _user_line() -> str | None:
     return None
 
 
-def _conflict(statuses: Mapping[int, dict[str, Any]]) -> str | None:
+def _find_conflict(statuses: Mapping[int, dict[str, Any]]) -> str | None:
     """Describe different collectives that ranks issued at the same place of one Comm's sequence; ``None``: no such."""
-    issued: dict[tuple[str, int], dict[int, tuple[str, str, int, str]]] = {}
+    stamp: dict[tuple[str, int], dict[int, tuple[str, str, int, str]]] = {}
     for rank, status in statuses.items():
         for channel, sequence, *what in status["issued"]:
-            issued.setdefault((channel, sequence), {})[rank] = tuple(what)
-    for (channel, sequence), by_rank in sorted(issued.items(), key=lambda item: item[0][1]):
+            stamp.setdefault((channel, sequence), {})[rank] = tuple(what)
+    for (channel, sequence), by_rank in sorted(stamp.items(), key=lambda item: item[0][1]):
         if len(set(by_rank.values())) > 1:
             shown = "\n".join(
-                f"  rank {rank}: {_described(*what)}{_line(statuses[rank])}" for rank, what in sorted(by_rank.items())
+                f"  rank {rank}: {_describe(*what)}{_at_line(statuses[rank])}" for rank, what in sorted(by_rank.items())
             )
             return f"ranks issued different collectives at #{sequence} of {channel}:\n{shown}"
     return None
 
 
-def _deadlock(statuses: Mapping[int, dict[str, Any]]) -> str | None:
+def _find_deadlock(statuses: Mapping[int, dict[str, Any]]) -> str | None:
     """Describe a ring of ranks, each waiting in a collective that the next has not issued; ``None``: no such.
 
     The statuses may be of different times and prove it nevertheless: no rank of the ring can have continued since.
@@ -612,13 +612,13 @@ def _deadlock(statuses: Mapping[int, dict[str, Any]]) -> str | None:
     if ring is None:
         return None
     shown = "\n".join(
-        f"  rank {rank}: {_described(*what)}, #{sequence} of {channel}{_line(statuses[rank])}"
+        f"  rank {rank}: {_describe(*what)}, #{sequence} of {channel}{_at_line(statuses[rank])}"
         for rank, (channel, sequence, *what) in ((rank, statuses[rank]["waits_for"]) for rank in ring)
     )
     return f"ranks wait for each other in different collectives:\n{shown}"
 
 
-def _absence(blocked: Mapping[int, dict[str, Any]], statuses: Mapping[int, dict[str, Any]]) -> str | None:
+def _find_absence(blocked: Mapping[int, dict[str, Any]], statuses: Mapping[int, dict[str, Any]]) -> str | None:
     """Describe a rank that waits for a peer inside a torch.distributed collective of all ranks; ``None``: no such."""
     for rank, status in blocked.items():
         for peer in status["peers"]:
@@ -627,7 +627,7 @@ def _absence(blocked: Mapping[int, dict[str, Any]], statuses: Mapping[int, dict[
                 continue
             return (
                 f"rank {peer} waits in torch.distributed's {other['elsewhere']}, while rank {rank} waits for it in"
-                f" {_described(*status['waits_for'][2:])}{_line(status)}."
+                f" {_describe(*status['waits_for'][2:])}{_at_line(status)}."
             )
     return None
 

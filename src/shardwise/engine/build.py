@@ -121,7 +121,7 @@ def make_unit(
             granularity=options.granularity if is_cut else ELEMENT,
             owners=[ranks[id(entry.parameter)] for entry in entries] if ranks and is_cut else None,
         )
-        is_part = bool(over.across) or over.ep is not None or is_divided
+        is_part = bool(over.model_parallel) or over.ep is not None or is_divided
         facts = GroupFacts(
             unit=unit.index,
             layout=layout,

@@ -85,7 +85,7 @@ class Form:
             group.own_slice.copy_(master, non_blocking=True)
         if not group.placements.shards_optimizer:
             return Done()
-        return group.comms.gather.all_gather(group.gathered, unit=group.unit.name, cuts=group.layout.uneven_cuts)
+        return group.comms.gather.all_gather(group.gathered, unit=group.unit.name, bounds=group.layout.uneven_bounds)
 
     def keep(self, group: Group) -> None:
         """Keep a copy for backward of a gathered group that is about to be released after forward."""
@@ -110,7 +110,9 @@ class Form:
         comm, unit = group.comms.reduce, group.unit.name
         if not group.placements.shards_optimizer:
             return comm.all_reduce(buffer, unit=unit, divisor=divisor)
-        return comm.reduce_scatter(buffer, result, unit=unit, divisor=divisor, cuts=group.gradient.layout.uneven_cuts)
+        return comm.reduce_scatter(
+            buffer, result, unit=unit, divisor=divisor, bounds=group.gradient.layout.uneven_bounds
+        )
 
     def store_sum(self, group: Group, reduction: Handle) -> Handle:  # noqa: ARG002
         """Copy the sum from ``group.gradient.result`` to the memory of ``.grad``, once ``reduction`` has finished."""

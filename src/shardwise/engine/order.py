@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from shardwise.comm.base import Comm
-from shardwise.comm.control import agree_highest, agree_row, refuse_different
+from shardwise.comm.control import all_gather_ints, all_reduce_max, refuse_different
 from shardwise.engine.unit import State, Unit
 from shardwise.spec.errors import CommError, RankDisagreement
 from shardwise.spec.order import FAILED, FINISHED, EntryPoint, OrderMessage
@@ -88,7 +88,7 @@ class RankPeers:
     @property
     def can_answer(self) -> bool:
         """Whether there are other ranks that can answer."""
-        return self._comm.size > 1 and self._comm.answers
+        return self._comm.size > 1 and self._comm.has_peers
 
     @property
     def under_way(self) -> frozenset[int]:
@@ -103,12 +103,12 @@ class RankPeers:
         """Return the highest of each number over the ranks. ``wants``: the unit for which this rank asks.
 
         Collective:
-            Messages of eight bytes per number between pairs of ranks (``agree_highest``), which the host waits for.
+            Messages of eight bytes per number between pairs of ranks (``all_reduce_max``), which the host waits for.
             They are in no recorded trace. All ranks of the Comm must call, at any place in the order of their
             collectives. Messages of different passes never match.
         """
         with self._comm.host.unrecorded(), self._with_wanted_unit(wants):
-            return agree_highest(self._comm, numbers, unit=f"order {self._checksum()}")
+            return all_reduce_max(self._comm, numbers, unit=f"order {self._checksum()}")
 
     @contextlib.contextmanager
     def _with_wanted_unit(self, wants: int) -> Iterator[None]:
@@ -135,7 +135,7 @@ class RankPeers:
         host = self._comm.host
         row = [*map(int, message), self._checksum(entered), outstanding]
         with host.unrecorded(), self._with_wanted_unit(message.wants):
-            rows = agree_row(host, row, unit="order")
+            rows = all_gather_ints(host, row, unit="order")
         failed = [rank for rank, row in enumerate(rows) if row[0] == FAILED]
         if message.wants == FAILED:
             return ()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.base import Comm
-from shardwise.comm.control import agree
+from shardwise.comm.control import all_gather_int
 from shardwise.generation.decoder import Decoder, MakeDecoder
 from shardwise.generation.sample import RngStreams, Sampling
 
@@ -128,7 +128,7 @@ class RowSplit:
         """
         if self._comm is None or self._is_divided:
             return not any(is_live[row] for rows in self._chunks for row in rows[chunk])
-        return not any(agree(self._comm, int(any(is_live[row] for row in self.own(chunk)))))
+        return not any(all_gather_int(self._comm, int(any(is_live[row] for row in self.own(chunk)))))
 
 
 class Turn(NamedTuple):

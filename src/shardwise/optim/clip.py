@@ -177,7 +177,7 @@ def _power(engine: Engine, below: _Below, order: float, dtypes: set[torch.dtype]
     if engine.placements.shards_optimizer:
         _over_ranks(of_shards, comms.reduce, order)
     total = _merge(total, _merge(of_shards, _local_power(replicated, device, order), order), order)
-    for comm in comms.across:
+    for comm in comms.model_parallel:
         _over_ranks(total, comm, order)
     if ignored_of(engine).row_sharded:
         row_sharded = ignored_of(engine).row_sharded_parameters.values()

@@ -90,7 +90,7 @@ class GradScaler(torch.amp.GradScaler):
                 shared = total.to(comm.device)
                 comm.all_reduce(shared, unit="found_inf").wait()
                 total = shared.to(total.device)
-            for comm in engine.comms.across:
+            for comm in engine.comms.model_parallel:
                 shared = total.to(comm.device)
                 comm.all_reduce(shared, unit="found_inf").wait()
                 total = shared.to(total.device)

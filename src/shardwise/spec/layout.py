@@ -227,7 +227,7 @@ class GroupLayout:
         return ReduceLayout(self, 1)
 
     @cached_property
-    def uneven_cuts(self) -> tuple[int, ...] | None:
+    def uneven_bounds(self) -> tuple[int, ...] | None:
         """``cuts`` if slices differ, else ``None``, as collectives accept it."""
         return None if self.is_even else self.cuts
 
@@ -349,7 +349,7 @@ class ReduceLayout:
         return (0, *itertools.accumulate(self.data_numel(i) + self.header_numel(i) for i in range(self.num_slices)))
 
     @cached_property
-    def uneven_cuts(self) -> tuple[int, ...] | None:
+    def uneven_bounds(self) -> tuple[int, ...] | None:
         """``cuts`` if slices differ, else ``None``."""
         return None if self.num_slices == 1 or self.group.is_even else self.cuts
 

@@ -118,7 +118,7 @@ def _watch(world: World, logs: Path, timeouts: Timeouts) -> threading.Event:
         if world.source != "launcher":
             heartbeat.end()  # from an earlier run of this process
         heart = heartbeat.begin(logs, world.rank)
-        heart.set_collective_source(stall.where)
+        heart.set_collective_source(stall.current_wait)
         if world.source != "launcher":
             timeouts.start()
             ends = watch_own_rank(

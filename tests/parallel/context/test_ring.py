@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.base import Comm, Done, Handle
 from shardwise.comm.record import RecordComm
-from shardwise.comm.stall import Issued
+from shardwise.comm.stall import Stamp
 from shardwise.engine.extensions import selective
 from shardwise.parallel.context import kernel
 from shardwise.parallel.context.ring import Ring
@@ -31,11 +31,11 @@ class Wires(RecordComm):
         super().__init__("cp", rank=rank, size=size)
         self.wires = wires
 
-    def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
+    def _do_send(self, stamp: Stamp, buffer: Tensor, to: int) -> Handle:
         self.wires[self.rank, to].put(buffer.clone())
         return Done()
 
-    def _do_receive(self, issued: Issued, buffer: Tensor, source: int) -> Handle:
+    def _do_receive(self, stamp: Stamp, buffer: Tensor, source: int) -> Handle:
         return Arrival(buffer, self.wires[source, self.rank])
 
 

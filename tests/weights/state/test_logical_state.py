@@ -15,7 +15,7 @@ from shardwise.api.preparation import prepare
 from shardwise.api.shard import shard_model
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.cli import main
-from shardwise.comm.axes import Comms, Place
+from shardwise.comm.axes import Comms, MeshRanks
 from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.facts import EngineOptions
@@ -128,7 +128,7 @@ class Layout:
         """The model on this rank, with an optimizer and an average."""
         model = build()
         alone = [distributed.get_rank()] if self.mesh.world_size == 1 else None  # then every rank is a world
-        comms = Place(self.mesh, ranks=alone).open(torch.device("cpu"))
+        comms = MeshRanks(self.mesh, ranks=alone).open(torch.device("cpu"))
         keep_stage(model, comms)
         cut(model, comms, whole=whole)
         blocks = {f"blocks.{i}": block for i, block in enumerate(model.blocks) if isinstance(block, Block)}
@@ -301,7 +301,7 @@ def share_a_table(folder: str) -> list[str]:
             set_slice(weight, Slice((ROWS, HIDDEN), (Cut(0, ((first, last),)),)))
             ignored = ["table"]
         ranks = None if is_shared else [rank]
-        comms = Place(Mesh(dp_shard=4 if is_shared else 1), ranks=ranks).open(torch.device("cpu"))
+        comms = MeshRanks(Mesh(dp_shard=4 if is_shared else 1), ranks=ranks).open(torch.device("cpu"))
         strategy = "ddp" if is_shared else "zero3"
         prepared = prepare(model, sw.ParallelPlan(strategy, auto_wrap_policy="none", ignored=ignored))
         shard_model(model, prepared, comms, EngineOptions())

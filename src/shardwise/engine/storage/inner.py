@@ -72,7 +72,7 @@ class Inner(Around):
         comm = self._comm = engine.comms.inner_comm(self._size)
         cuts = group.layout.inner_cuts(comm.size)
         self._range = slice(cuts[comm.rank], cuts[comm.rank + 1])
-        self._uneven_cuts = cuts if len({stop - start for start, stop in itertools.pairwise(cuts)}) > 1 else None
+        self._uneven_bounds = cuts if len({stop - start for start, stop in itertools.pairwise(cuts)}) > 1 else None
         self.kept_slice = group.gathered.new_zeros(
             cuts[comm.rank + 1] - cuts[comm.rank]
         )  # gathered may have no memory now
@@ -90,7 +90,7 @@ class Inner(Around):
             padded group. All of them must call in the same order.
         """
         group.gathered[self._range].copy_(self.kept_slice)
-        return self._comm.all_gather(group.gathered, unit=group.unit.name, cuts=self._uneven_cuts)
+        return self._comm.all_gather(group.gathered, unit=group.unit.name, bounds=self._uneven_bounds)
 
     def buffers(self) -> list[tuple[str, Tensor]]:
         """The buffers of the inner form, and the slice."""

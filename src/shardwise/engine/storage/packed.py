@@ -61,8 +61,8 @@ class Packed(Form):
         buffer = self._gathered.acquire(cuts[-1], group.device)
         received = buffer[: cuts[-1]]
         fill(received[cuts[group.rank] : cuts[group.rank + 1]])
-        comm, even_cuts = group.comms.gather, cuts if group.layout.uneven_cuts else None
-        handle = comm.all_gather(received, unit=group.unit.name, cuts=even_cuts)
+        comm, even_bounds = group.comms.gather, cuts if group.layout.uneven_bounds else None
+        handle = comm.all_gather(received, unit=group.unit.name, bounds=even_bounds)
 
         def unpack_all() -> None:
             places = zip(itertools.pairwise(cuts), itertools.pairwise(group.layout.cuts), strict=True)
@@ -92,7 +92,7 @@ class Packed(Form):
         received = packed.acquire(comm.size * own.numel(), group.device)
         slots = received[: comm.size * own.numel()]
         is_even = len({part.numel() for part in parts}) == 1
-        handle = comm.all_to_all(sent[: places[-1]], slots, unit=unit, cuts=None if is_even else places)
+        handle = comm.all_to_all(sent[: places[-1]], slots, unit=unit, bounds=None if is_even else places)
         terms = [own if peer == rank else slots.view(comm.size, -1)[peer] for peer in range(comm.size)]
         is_whole = not group.placements.shards_optimizer
         target = buffer[cuts[rank] : cuts[rank + 1]] if is_whole else result
@@ -106,7 +106,7 @@ class Packed(Form):
         if not is_whole:
             return summed
         is_even = len({stop - start for start, stop in itertools.pairwise(cuts)}) == 1
-        return Chain(summed, lambda: comm.all_gather(buffer, unit=unit, cuts=None if is_even else cuts))
+        return Chain(summed, lambda: comm.all_gather(buffer, unit=unit, bounds=None if is_even else cuts))
 
 
 class Frozen(Packed):
@@ -145,7 +145,9 @@ class Frozen(Packed):
             return Done()
         if group.facts.gathered_as is None:
             group.own_slice.copy_(self.elements(group), non_blocking=True)
-            return group.comms.gather.all_gather(group.gathered, unit=group.unit.name, cuts=group.layout.uneven_cuts)
+            return group.comms.gather.all_gather(
+                group.gathered, unit=group.unit.name, bounds=group.layout.uneven_bounds
+            )
         return self._gather_packed(group, lambda own: own.copy_(master, non_blocking=True))
 
 

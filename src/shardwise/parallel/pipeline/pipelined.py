@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
-from shardwise.comm.control import agree, all_gather_json
+from shardwise.comm.control import all_gather_int, all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.pipeline_step import StageUnits, open_step, sum_over_copies
@@ -252,7 +252,7 @@ class Pipelined(Uncopyable):
     def _run(self, job: Job) -> list[Tensor]:
         runner = ScheduleRunner(job, self._stages, self._comm, self._store)
         if self.measured is not None:
-            agree(self._comm, 0)  # a barrier: all ranks begin together
+            all_gather_int(self._comm, 0)  # a barrier: all ranks begin together
         start = time.perf_counter()
         losses = runner.run()
         self.peak_saved = max(self.peak_saved, runner.peak_saved)

@@ -184,7 +184,7 @@ def joined(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
     buffer = x.new_empty(cuts[-1])
     slices = [buffer[start:stop] for start, stop in itertools.pairwise(cuts)]
     slices[comm.rank].view(x.shape).copy_(x)
-    comm.all_gather(buffer, unit=unit, cuts=cuts).wait()
+    comm.all_gather(buffer, unit=unit, bounds=cuts).wait()
     parts = [part.view(*x.shape[:-1], size) for part, size in zip(slices, sizes, strict=True)]
     return torch.cat(parts, dim=-1)
 

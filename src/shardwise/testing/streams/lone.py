@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from shardwise.api.parallelize import apply_plan
 from shardwise.api.preparation import prepare
-from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
-from shardwise.comm.base import Comm, Cuts, Handle
+from shardwise.comm.axes import DATA_PARALLEL, Comms, open_mesh_comms
+from shardwise.comm.base import Bounds, Comm, Handle
 from shardwise.comm.nccl import NcclComm
 from shardwise.comm.record import RecordComm
-from shardwise.comm.stall import Issued
+from shardwise.comm.stall import Stamp
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
 from shardwise.testing.streams.calls import Alone, Calls
@@ -45,7 +45,7 @@ def lone_rank(plan: ParallelPlan, mesh: Mesh, rank: int) -> Comms:
         return NcclComm(pretended, axis, device, host=host, stream=of_communicators[key], calls=calls)
 
     mesh.coordinate(rank)
-    return lay_out(mesh, rank, open_axis, is_replicated=plan.is_replicated)
+    return open_mesh_comms(mesh, rank, open_axis, is_replicated=plan.is_replicated)
 
 
 def lone_model(model: nn.Module, plan: ParallelPlan, mesh: Mesh, rank: int) -> nn.Module:
@@ -86,8 +86,8 @@ class _Group:
 class _Echo(RecordComm):
     """Control messages of the host: all other ranks send the same message as this rank."""
 
-    def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle:
-        if cuts is None:
+    def _do_all_gather(self, stamp: Stamp, buffer: Tensor, bounds: Bounds) -> Handle:
+        if bounds is None:
             rows = buffer.view(self.size, -1)
             rows.copy_(rows[self.rank].clone().expand_as(rows))
-        return super()._do_all_gather(issued, buffer, cuts)
+        return super()._do_all_gather(stamp, buffer, bounds)

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.api import dry_run
-from shardwise.comm.axes import Comms, lay_out
+from shardwise.comm.axes import Comms, open_mesh_comms
 from shardwise.comm.base import Comm, Handle, Stamped
 from shardwise.comm.record import RecordComm
-from shardwise.comm.stall import Issued
+from shardwise.comm.stall import Stamp
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
 from shardwise.testing.streams.deadlocks import Program
@@ -44,30 +44,30 @@ class _Noting(RecordComm):
             self._log.append(Collective(kind, unit, self._name, self._ranks, numel, messages, 0, {}, here(3)))
 
     def _start(
-        self, kind: str, unit: str, buffer: Tensor, numel: int, sent_numel: int, *, way: str | None = None
-    ) -> Issued:
-        issued = super()._start(kind, unit, buffer, numel, sent_numel, way=way)
-        if way is None:
-            self._note_issued(kind, unit, issued.numel)
-        return issued
+        self, kind: str, unit: str, buffer: Tensor, numel: int, sent_numel: int, *, direction: str | None = None
+    ) -> Stamp:
+        stamp = super()._start(kind, unit, buffer, numel, sent_numel, direction=direction)
+        if direction is None:
+            self._note_issued(kind, unit, stamp.numel)
+        return stamp
 
-    def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
-        self._note_issued("send", issued.unit, 0, ((self.rank, to),))
-        return super()._do_send(issued, buffer, to)
+    def _do_send(self, stamp: Stamp, buffer: Tensor, to: int) -> Handle:
+        self._note_issued("send", stamp.unit, 0, ((self.rank, to),))
+        return super()._do_send(stamp, buffer, to)
 
-    def _do_receive(self, issued: Issued, buffer: Tensor, source: int) -> Handle:
-        self._note_issued("recv", issued.unit, 0, ((source, self.rank),))
-        return super()._do_receive(issued, buffer, source)
+    def _do_receive(self, stamp: Stamp, buffer: Tensor, source: int) -> Handle:
+        self._note_issued("recv", stamp.unit, 0, ((source, self.rank),))
+        return super()._do_receive(stamp, buffer, source)
 
     def _do_exchange(self, sends: Sequence[Stamped], receives: Sequence[Stamped]) -> Handle:
         pairs = [(self.rank, to) for _, _, to in sends] + [(source, self.rank) for _, _, source in receives]
-        units = [issued.unit for issued, _, _ in (*sends, *receives)]
+        units = [stamp.unit for stamp, _, _ in (*sends, *receives)]
         if pairs:
             self._note_issued("exchange", units[0], 0, tuple(pairs))
-        for issued, buffer, to in sends:
-            super()._do_send(issued, buffer, to)
-        for issued, buffer, source in receives:
-            super()._do_receive(issued, buffer, source)
+        for stamp, buffer, to in sends:
+            super()._do_send(stamp, buffer, to)
+        for stamp, buffer, source in receives:
+            super()._do_receive(stamp, buffer, source)
         return super()._do_exchange((), ())
 
 
@@ -120,7 +120,7 @@ def _recorder(log: list[Collective]) -> Callable[..., Comms]:
         def open_axis(axis: str, purpose: str, ranks: Sequence[int]) -> _Noting:
             return _Noting(_name(axis, purpose, ranks), tuple(ranks), rank, log, axis)
 
-        return lay_out(mesh, rank, open_axis, is_replicated=is_replicated)
+        return open_mesh_comms(mesh, rank, open_axis, is_replicated=is_replicated)
 
     return record_comms
 
@@ -133,7 +133,7 @@ def _groups(mesh: Mesh, rank: int, plan: ParallelPlan) -> dict[str, tuple[int, .
         groups[_name(axis, purpose, ranks)] = tuple(ranks)
         return RecordComm(axis, rank=ranks.index(rank), size=len(ranks), device="meta")
 
-    comms = lay_out(mesh, rank, open_axis, is_replicated=plan.is_replicated)
+    comms = open_mesh_comms(mesh, rank, open_axis, is_replicated=plan.is_replicated)
     for size in range(2, mesh.shard_size + 1):
         if mesh.shard_size % size == 0:
             comms.inner_comm(size)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from shardwise import torch_private
 from shardwise.comm.base import Comm
-from shardwise.comm.control import agree, check_same
+from shardwise.comm.control import all_gather_int, check_same
 from shardwise.comm.digest import digest_of
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.build import OwnedParameter
@@ -356,7 +356,7 @@ def _unsaved_buffers(model: nn.Module) -> set[int]:
 
 def _agree_on_states(states: Sequence[Tensor], comm: Comm, mode: str) -> None:
     """Make generator states equal rank 0's, in place."""
-    numbers = agree(comm, int(digest_of(states)[0]) if states else 0)
+    numbers = all_gather_int(comm, int(digest_of(states)[0]) if states else 0)
     if len(set(numbers)) == 1:
         return
     if mode == "error":

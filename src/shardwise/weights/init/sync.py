@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
-from shardwise.comm.control import agree, check_same, digest_text
+from shardwise.comm.control import all_gather_int, check_same, digest_text
 from shardwise.comm.digest import Digester
 from shardwise.comm.dtype import memory_order
 from shardwise.launch.environment import code_versions
@@ -138,7 +138,7 @@ def _refuse_meta(tensors: dict[str, Tensor], comm: Comm) -> None:
     if not tensors:
         return
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if any(agree(comm, len(empty))):
+    if any(all_gather_int(comm, len(empty))):
         shown = f"{empty[0]!r}" if empty else "a tensor of another rank"
         raise StateError(
             f"{shown} is on the meta device: it has no values to shard.\n"
@@ -161,7 +161,7 @@ def _send(name: str, tensor: Tensor, comm: Comm) -> None:
 def _materialize(module: nn.Module, tensors: dict[str, Tensor], comm: Comm) -> dict[str, Tensor]:
     """Allocate memory for the meta tensors of ranks other than 0, on the Comm's device."""
     is_bad = comm.rank == 0 and any(tensor.is_meta for tensor in tensors.values())
-    if any(agree(comm, int(is_bad))):
+    if any(all_gather_int(comm, int(is_bad))):
         raise StateError("sync='rank0' needs real weights on rank 0, but some are on the meta device there.")
 
     def like(tensor: Tensor, _name: str = "") -> Tensor:

@@ -207,13 +207,13 @@ def gather_group(group: Group) -> Tensor:
     if resident is not None and not group.facts.has_separate_master:
         # Also with rank0_only, because a gather to one rank would leave the other ranks' replicas out of date.
         if group.placements.shards_optimizer:
-            comm.all_gather(resident, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
+            comm.all_gather(resident, unit=group.unit.name, bounds=group.layout.uneven_bounds).wait()
         return resident
     if not group.placements.shards_optimizer:
         return group.values().clone()
     full = torch.empty(group.layout.numel, dtype=group.dtype, device=comm.device)
     full[group.layout.slice_of(comm.rank)].copy_(group.values())
-    comm.all_gather(full, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
+    comm.all_gather(full, unit=group.unit.name, bounds=group.layout.uneven_bounds).wait()
     return full
 
 

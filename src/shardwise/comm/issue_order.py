@@ -13,14 +13,14 @@ import zlib
 import torch
 
 from shardwise.comm.gloo import GlooComm
-from shardwise.comm.stall import Issued
+from shardwise.comm.stall import Stamp
 from shardwise.spec.errors import RankDisagreement
 
 #: Bytes of the message from a rank to the next one: a digest, and a description of the collective.
 _NUM_BYTES = 256
 
 
-class Turns:
+class IssueOrder:
     """The operations that this process has issued on one communicator."""
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class Turns:
         self.num_issued: dict[str, int] = {}  # number of collectives and messages, by channel
         #: The stream of all of them; torch has only 32 streams.
         self.stream: torch.cuda.Stream | None = None
-        self._user: str | None = None  # the Comm that issued the last collective
+        self._last_comm: str | None = None  # the Comm that issued the last collective
         self._digest = 0  # digest of all collectives since the second Comm was opened
 
-    def take(self, user: str, host: GlooComm, issued: Issued) -> None:
-        """Record that the Comm ``user`` is about to issue a collective.
+    def record(self, comm: str, host: GlooComm, stamp: Stamp) -> None:
+        """Record that the Comm ``comm`` is about to issue a collective.
 
         Raises:
             RankDisagreement: Ranks use the communicator in different orders.
@@ -43,30 +43,30 @@ class Turns:
         """
         if self.num_comms < 2:
             return  # every rank's second Comm is opened after the same collectives
-        issued.unit += f" of {user}"
-        if user != self._user and host.size > 1:
-            self._compare(host, f"{issued.kind} of unit {issued.unit}")
-        self._user = user
-        text = f"{issued.kind} {issued.unit} {issued.numel} {issued.dtype}"
+        stamp.unit += f" of {comm}"
+        if comm != self._last_comm and host.size > 1:
+            self._compare(host, f"{stamp.kind} of unit {stamp.unit}")
+        self._last_comm = comm
+        text = f"{stamp.kind} {stamp.unit} {stamp.numel} {stamp.dtype}"
         self._digest = zlib.crc32(text.encode(), self._digest)
 
     def _compare(self, host: GlooComm, upcoming: str) -> None:
-        rank, before, after = host.rank, (host.rank - 1) % host.size, (host.rank + 1) % host.size
-        told = f"{self._digest:08x}{upcoming}".encode()[:_NUM_BYTES].ljust(_NUM_BYTES)
+        rank, previous, following = host.rank, (host.rank - 1) % host.size, (host.rank + 1) % host.size
+        own_text = f"{self._digest:08x}{upcoming}".encode()[:_NUM_BYTES].ljust(_NUM_BYTES)
         own, theirs = (
-            torch.frombuffer(bytearray(told), dtype=torch.uint8),
+            torch.frombuffer(bytearray(own_text), dtype=torch.uint8),
             torch.empty(_NUM_BYTES, dtype=torch.uint8, device="cpu"),
         )
-        host.exchange([(own, after, "turn")], [(theirs, before, "turn")]).wait()
-        heard = theirs.numpy().tobytes()
-        if heard == told:
+        host.exchange([(own, following, "turn")], [(theirs, previous, "turn")]).wait()
+        received = theirs.numpy().tobytes()
+        if received == own_text:
             return
-        other = "the same, after other collectives" if heard[8:] == told[8:] else heard[8:].decode().rstrip()
+        other = "the same, after other collectives" if received[8:] == own_text[8:] else received[8:].decode().rstrip()
         error = RankDisagreement(
             f"models share a communicator along {host.axis}, and ranks use it in different orders. Rank {rank} is"
-            f" about to issue {upcoming}, rank {before} {other}.\n"
+            f" about to issue {upcoming}, rank {previous} {other}.\n"
             "  Run the models' forwards, backwards and steps in the same order on all ranks."
         )
         if host.watch is not None:
-            host.watch.tell(error)
+            host.watch.publish_verdict(error)
         raise error
