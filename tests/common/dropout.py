@@ -13,15 +13,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import shardwise as sw
-from shardwise.parallel.tensor.cut import find_cuts
-from shardwise.parallel.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropout, drawing_own
+from shardwise.parallel.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropout, rank_rng
+from shardwise.parallel.tensor.sharding_plan import plan_sharding
 
 
 def draw_as_ranks(model: nn.Module, plan: sw.ParallelPlan) -> None:
     """Have a plain model on the CPU drop what the ranks of ``tp`` drop, each of its own part."""
     if plan.tp == 1:
         return
-    cuts = find_cuts(model, plan.tp_plan, plan.tp, divides_sequence=plan.sequence_parallel)
+    cuts = plan_sharding(model, plan.tp_plan, plan.tp, divides_sequence=plan.sequence_parallel)
     for path, kind in cuts.replaced_forwards.items():
         module = model.get_submodule(path)
         if kind is HeadDropout:
@@ -67,6 +67,6 @@ def _by_rank(call: Callable[..., Tensor], parts: list[tuple[Any, ...]], dim: int
     state, found = torch.get_rng_state(), []
     for rank, part in enumerate(parts):
         torch.set_rng_state(state)
-        with drawing_own(rank, torch.device("cpu")):
+        with rank_rng(rank, torch.device("cpu")):
             found.append(call(*part))
     return torch.cat(found, dim)

@@ -66,7 +66,7 @@ from shardwise.parallel.pipeline.batch import call_model, forward_loss
 from shardwise.parallel.pipeline.pipelined import find_stages, pipelined_of
 from shardwise.parallel.pipeline.stage import Stages
 from shardwise.parallel.sharded_embedding.rows import _Route
-from shardwise.parallel.tensor.cut import find_cuts
+from shardwise.parallel.tensor.sharding_plan import plan_sharding
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
 from tests.spmd.rules import is_contracted, mark_cut
@@ -288,7 +288,7 @@ class Declared:
         self._cut: dict[int, set[int]] = {}
         self._copied: set[int] = set()
         if plan.tp > 1:
-            cuts = find_cuts(model, plan.tp_plan, plan.tp, rank % plan.tp, divides_sequence=plan.sequence_parallel)
+            cuts = plan_sharding(model, plan.tp_plan, plan.tp, rank % plan.tp, divides_sequence=plan.sequence_parallel)
             self._cut = {key: {cut.dim for cut in held.cuts} for key, held in cuts.slices.items()}
             self._copied = {key for key, held in cuts.slices.items() if held.copies > 1}
         experts = find_mixtures(model, plan.ep) if plan.ep > 1 else ()

@@ -5,27 +5,27 @@ makes of gradients: the gradient of a replicated tensor (R) is partial (P) and t
 is invariant, and that of a varying one (V) varies. ``test_rules`` compares each rule with what the function computes,
 forward and backward, on ranks.
 
-=======================  ===================================================================================
-function                 along its axis
-=======================  ===================================================================================
-``share``                I to R
-``share_copies``         I to V: "invariant" here marks a parameter that must go through it before it is used
-``add_up``               P or V to I; the bias is I
-``join_last``            V to I
-``own_last``             I to V
-``gather_seq``           V to R
-``scatter_seq``          P to V; the bias is I
-``own_seq``              I to V
-``join_seq``             V to I
-``column_linear``        I (or V, where positions are divided) and weights V, to V
-``_CrossEntropy``        V to I
-``Ring``                 V to V
-``_MeanLoss``            V to I
-``Division.join``        V to R
-``dispatch, combine``    V to V
-``_Lookup``              V to V
-``SyncBatchNorm``        V and weights R, to V
-=======================  ===================================================================================
+=========================  ===================================================================================
+function                   along its axis
+=========================  ===================================================================================
+``copy_to_tp``             I to R
+``copy_part_to_tp``        I to V: "invariant" here marks a parameter that must go through it before it is used
+``reduce_from_tp``         P or V to I; the bias is I
+``gather_from_tp``         V to I
+``scatter_to_tp``          I to V
+``gather_from_seq``        V to R
+``reduce_scatter_to_seq``  P to V; the bias is I
+``scatter_to_seq``         I to V
+``gather_whole_seq``       V to I
+``column_linear``          I (or V, where positions are divided) and weights V, to V
+``_CrossEntropy``          V to I
+``Ring``                   V to V
+``_MeanLoss``              V to I
+``Division.join``          V to R
+``dispatch, combine``      V to V
+``_Lookup``                V to V
+``SyncBatchNorm``          V and weights R, to V
+=========================  ===================================================================================
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from shardwise.parallel.pipeline.weight_grad_store import _Add, _Linear
 from shardwise.parallel.sharded_embedding.rows import _Lookup
 from shardwise.parallel.tensor.linear import _ColumnLinear
 from shardwise.parallel.tensor.loss import _CrossEntropy
-from shardwise.parallel.tensor.pairs import (
-    _AddUp,
-    _GatherSeq,
-    _JoinLast,
-    _JoinSeq,
-    _OwnLast,
-    _OwnSeq,
-    _ScatterSeq,
-    _Share,
-    _ShareCopies,
+from shardwise.parallel.tensor.mappings import (
+    _CopyPartToTp,
+    _CopyToTp,
+    _GatherFromSeq,
+    _GatherFromTp,
+    _GatherWholeSeq,
+    _ReduceFromTp,
+    _ReduceScatterToSeq,
+    _ScatterToSeq,
+    _ScatterToTp,
 )
 
 #: A parameter of which this rank holds a range of dimension ``_CONTRACTS`` along ``tp``: see :func:`mark_cut`.
@@ -93,46 +93,46 @@ def _product(x: Any, weight: Tensor, bias: Tensor | None, *, is_transposed: bool
     return _with_bias(_term(y, weight, 0 if is_transposed else 1), bias)
 
 
-def _share(*, x, comm):
+def _copy_to_tp(*, x, comm):
     return rules.convert(x, comm.axis, src=I, dst=R)
 
 
-def _share_copies(*, part, comm):
+def _copy_part_to_tp(*, part, comm):
     return rules.reinterpret(part, comm.axis, src=I, dst=V)
 
 
-def _add_up(*, x, bias, comm):
+def _reduce_from_tp(*, x, bias, comm):
     return _with_bias(_sum(x, comm.axis), bias)
 
 
-def _join_last(*, x, comm):
+def _gather_from_tp(*, x, comm):
     return rules.all_gather(x, comm.axis, src=S(-1), dst=I)
 
 
-def _own_last(*, x, comm):
+def _scatter_to_tp(*, x, comm):
     return rules.convert(x, comm.axis, src=I, dst=S(-1))
 
 
-def _gather_seq(*, x, comm):
+def _gather_from_seq(*, x, comm):
     return rules.all_gather(x, comm.axis, src=S(1), dst=R)
 
 
-def _scatter_seq(*, x, bias, comm):
+def _reduce_scatter_to_seq(*, x, bias, comm):
     y = rules.reduce_scatter(x, comm.axis, src=P, dst=S(1))
     return y if bias is None else _with_bias(y, rules.convert(bias, comm.axis, src=I, dst=R))
 
 
-def _own_seq(*, x, comm):
+def _scatter_to_seq(*, x, comm):
     return rules.convert(x, comm.axis, src=I, dst=S(1))
 
 
-def _join_seq(*, x, comm):
+def _gather_whole_seq(*, x, comm):
     return rules.all_gather(x, comm.axis, src=S(1), dst=I)
 
 
 def _column_linear(*, x, weight, bias, plan):
     axis = plan.comm.axis
-    x = _gather_seq(x=x, comm=plan.comm) if plan.divides_sequence else _share(x=x, comm=plan.comm)
+    x = _gather_from_seq(x=x, comm=plan.comm) if plan.divides_sequence else _copy_to_tp(x=x, comm=plan.comm)
     assert_type(weight, {axis: V})
     return _product(x, weight, bias, is_transposed=plan.is_transposed)
 
@@ -197,15 +197,15 @@ def _add(*, output, bias):
 
 
 RULES: dict[type[torch.autograd.Function], Any] = {
-    _Share: _share,
-    _ShareCopies: _share_copies,
-    _AddUp: _add_up,
-    _JoinLast: _join_last,
-    _OwnLast: _own_last,
-    _GatherSeq: _gather_seq,
-    _ScatterSeq: _scatter_seq,
-    _OwnSeq: _own_seq,
-    _JoinSeq: _join_seq,
+    _CopyToTp: _copy_to_tp,
+    _CopyPartToTp: _copy_part_to_tp,
+    _ReduceFromTp: _reduce_from_tp,
+    _GatherFromTp: _gather_from_tp,
+    _ScatterToTp: _scatter_to_tp,
+    _GatherFromSeq: _gather_from_seq,
+    _ReduceScatterToSeq: _reduce_scatter_to_seq,
+    _ScatterToSeq: _scatter_to_seq,
+    _GatherWholeSeq: _gather_whole_seq,
     _ColumnLinear: _column_linear,
     _CrossEntropy: _cross_entropy,
     _Attention: _attention,

@@ -26,7 +26,7 @@ from shardwise.parallel.context.root import Division
 from shardwise.parallel.experts import route
 from shardwise.parallel.pipeline import pipelined
 from shardwise.parallel.sharded_embedding import rows
-from shardwise.parallel.tensor import apply, layer, linear, loss, pairs
+from shardwise.parallel.tensor import apply, layer, linear, loss, mappings
 from tests.spmd.checked import WrongTypes, check
 from tests.spmd.families import batch, build
 from tests.spmd.test_rules import cases, check_values
@@ -63,20 +63,22 @@ def put(owner: Any, name: str, value: Any) -> Plant:
 
 def without_sum(x, comm, unit, bias=None):
     if "embed" in unit:
-        return pairs.add_up(x, comm, unit, bias)
+        return mappings.reduce_from_tp(x, comm, unit, bias)
     return x if bias is None else x + bias
 
 
 def summed_twice(x, comm, unit, bias=None):
-    return pairs.add_up(pairs.add_up(x, comm, unit) if "embed" not in unit else x, comm, unit, bias)
+    return mappings.reduce_from_tp(
+        mappings.reduce_from_tp(x, comm, unit) if "embed" not in unit else x, comm, unit, bias
+    )
 
 
 def embedding_without_sum(x, comm, unit, bias=None):
-    return x if "embed" in unit else pairs.add_up(x, comm, unit, bias)
+    return x if "embed" in unit else mappings.reduce_from_tp(x, comm, unit, bias)
 
 
 def row_with_early_bias(self, x):
-    return pairs.add_up(self._linear(x, self.module.weight, self.module.bias), self.comm, self.name)
+    return mappings.reduce_from_tp(self._linear(x, self.module.weight, self.module.bias), self.comm, self.name)
 
 
 def plain_forward(self, *args, **kwargs):
@@ -88,7 +90,7 @@ def column_of_unshared(x, weight, bias, plan):
 
 
 def column_of_shared_twice(x, weight, bias, plan):
-    return linear.column_linear(pairs.share(x, plan.comm, plan.unit), weight, bias, plan)
+    return linear.column_linear(mappings.copy_to_tp(x, plan.comm, plan.unit), weight, bias, plan)
 
 
 def local_cross_entropy(self, logits, targets, unit, **_named):
@@ -99,7 +101,7 @@ _cross_entropy = loss.Vocabulary.cross_entropy
 
 
 def summed_loss(self, *args, **named):
-    return pairs.add_up(_cross_entropy(self, *args, **named), self.comm, "loss")
+    return mappings.reduce_from_tp(_cross_entropy(self, *args, **named), self.comm, "loss")
 
 
 def own_positions_of_a_term(x, comm, unit, bias=None):
@@ -108,19 +110,19 @@ def own_positions_of_a_term(x, comm, unit, bias=None):
 
 
 def experts_with_unshared_weights(self, states, chosen, weights, *args, **kwargs):
-    states = pairs.share(states, self.comm, self.name)
+    states = mappings.copy_to_tp(states, self.comm, self.name)
     terms = type(self.module).forward(self.module, states, chosen, weights, *args, **kwargs)
-    return pairs.add_up(terms, self.comm, self.name)
+    return mappings.reduce_from_tp(terms, self.comm, self.name)
 
 
 def share_all_but_weights(x, comm, unit):
     """The weights of a mixture's choices, (B, T, experts)."""
-    return x if x.dim() == 3 and x.shape[-1] == NUM_EXPERTS else pairs.share(x, comm, unit)
+    return x if x.dim() == 3 and x.shape[-1] == NUM_EXPERTS else mappings.copy_to_tp(x, comm, unit)
 
 
 def share_all_but_biases(x, comm, unit):
     """The biases of a mixture's experts, (experts, C)."""
-    return x if x.dim() == 2 and x.shape[0] == NUM_EXPERTS else pairs.share(x, comm, unit)
+    return x if x.dim() == 2 and x.shape[0] == NUM_EXPERTS else mappings.copy_to_tp(x, comm, unit)
 
 
 def attention_without_ring(self, q, k, v, *, scale=None, is_causal=True):
@@ -135,12 +137,14 @@ def reduced_twice(self, group, *args):
 _reduce = Form.reduce
 
 FAULTS = {
-    "a row-parallel layer forgets its sum": Fault(put(layer, "add_up", without_sum), "Partial"),
-    "a row-parallel layer sums twice": Fault(put(layer, "add_up", summed_twice), "expects its input to be V"),
+    "a row-parallel layer forgets its sum": Fault(put(layer, "reduce_from_tp", without_sum), "Partial"),
+    "a row-parallel layer sums twice": Fault(put(layer, "reduce_from_tp", summed_twice), "expects its input to be V"),
     "a bias is added before the sum": Fault(
         put(layer.Row, "__call__", row_with_early_bias), "Partial|Invariant", "gpt"
     ),
-    "an embedding of some ids forgets its sum": Fault(put(layer, "add_up", embedding_without_sum), "Invariant", "gpt"),
+    "an embedding of some ids forgets its sum": Fault(
+        put(layer, "reduce_from_tp", embedding_without_sum), "Invariant", "gpt"
+    ),
     "the gradient of a column-parallel layer's input is not summed": Fault(
         put(layer, "column_linear", column_of_unshared), "Invariant"
     ),
@@ -152,28 +156,30 @@ FAULTS = {
     ),
     "the loss is summed over tp once more": Fault(put(loss.Vocabulary, "cross_entropy", summed_loss), "to be V"),
     "copies of a key head get their own gradients": Fault(
-        put(layer, "share_copies", lambda parameter, *_: parameter), "Invariant", degrees={"tp": 8}
+        put(layer, "copy_part_to_tp", lambda parameter, *_: parameter), "Invariant", degrees={"tp": 8}
     ),
     "gradients of routing weights are not summed, stacked experts": Fault(
         put(layer.Experts, "__call__", experts_with_unshared_weights), "Invariant", "mixtral"
     ),
     "gradients of routing weights are not summed, experts cut over tp": Fault(
-        put(layer, "share", share_all_but_weights), "Invariant|Partial", "gpt", model=MIXTURE
+        put(layer, "copy_to_tp", share_all_but_weights), "Invariant|Partial", "gpt", model=MIXTURE
     ),
     "a norm's gradient is not summed under sequence_parallel": Fault(
         put(layer.SharedParameters, "__call__", plain_forward), "Invariant", degrees=SEQUENCE
     ),
     "biases of experts are not shared under sequence_parallel": Fault(
-        put(layer, "share", share_all_but_biases), "Invariant", "gpt", SEQUENCE, MIXTURE
+        put(layer, "copy_to_tp", share_all_but_biases), "Invariant", "gpt", SEQUENCE, MIXTURE
     ),
     "each rank takes its positions of its own term": Fault(
-        put(layer, "scatter_seq", own_positions_of_a_term), "Partial|Invariant", degrees=SEQUENCE
+        put(layer, "reduce_scatter_to_seq", own_positions_of_a_term), "Partial|Invariant", degrees=SEQUENCE
     ),
     "the gradient of gathered positions is cut, not summed": Fault(
-        put(apply, "_GIVEN", apply._GIVEN | {"sequence_input": pairs.join_seq}), "Invariant", degrees=SEQUENCE
+        put(apply, "_INPUT", apply._INPUT | {"sequence_input": mappings.gather_whole_seq}),
+        "Invariant",
+        degrees=SEQUENCE,
     ),
     "positions are not joined behind the last norm": Fault(
-        put(apply, "_GIVES", apply._GIVES | {"sequence_end": lambda x, comm, unit: x}), "to be I", degrees=SEQUENCE
+        put(apply, "_OUTPUT", apply._OUTPUT | {"sequence_end": lambda x, comm, unit: x}), "to be I", degrees=SEQUENCE
     ),
     "attention reads this rank's positions alone": Fault(
         put(ring.Ring, "__call__", attention_without_ring), "no ring passes them on", degrees={"cp": 2}
@@ -232,7 +238,7 @@ def first_only(old: Any, ctx: Any, *grads: Any) -> Any:
 
 def own_positions(old: Any, ctx: Any, grad: Any) -> Any:
     del old
-    return pairs._own_positions(grad, ctx.place[0]), None, None
+    return mappings._own_positions(grad, ctx.place[0]), None, None
 
 
 def zeros_elsewhere(old: Any, ctx: Any, grad: Any) -> Any:
@@ -273,7 +279,7 @@ def of_first_choice(old: Any, ctx: Any, grad: Any) -> Any:
 
 
 def summed_input_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(linear, "start_summed", lambda x, *_: (x, DONE))
+    patch.setattr(linear, "start_all_reduce", lambda x, *_: (x, DONE))
 
 
 def keys_of_others_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -302,13 +308,25 @@ def means_of_own_samples(patch: pytest.MonkeyPatch) -> None:
 
 
 BACKWARDS: dict[str, tuple[str, Plant]] = {
-    "share: no all-reduce": ("_Share", backward(pairs._Share)(first_only)),
-    "share: summed twice": ("_Share", backward(pairs._Share)(twice)),
-    "add_up: summed once more": ("_AddUp", backward(pairs._AddUp)(twice)),
-    "own_last: zeros for other ranks' features": ("_OwnLast", backward(pairs._OwnLast)(zeros_elsewhere_last)),
-    "gather_seq: this rank's part": ("_GatherSeq", backward(pairs._GatherSeq)(own_positions)),
-    "scatter_seq: the bias's not summed": ("_ScatterSeq", backward(pairs._ScatterSeq)(bias_of_own_positions)),
-    "own_seq: zeros for other ranks' positions": ("_OwnSeq", backward(pairs._OwnSeq)(zeros_elsewhere)),
+    "copy_to_tp: no all-reduce": ("_CopyToTp", backward(mappings._CopyToTp)(first_only)),
+    "copy_to_tp: summed twice": ("_CopyToTp", backward(mappings._CopyToTp)(twice)),
+    "reduce_from_tp: summed once more": ("_ReduceFromTp", backward(mappings._ReduceFromTp)(twice)),
+    "scatter_to_tp: zeros for other ranks' features": (
+        "_ScatterToTp",
+        backward(mappings._ScatterToTp)(zeros_elsewhere_last),
+    ),
+    "gather_from_seq: this rank's part": (
+        "_GatherFromSeq",
+        backward(mappings._GatherFromSeq)(own_positions),
+    ),
+    "reduce_scatter_to_seq: the bias's not summed": (
+        "_ReduceScatterToSeq",
+        backward(mappings._ReduceScatterToSeq)(bias_of_own_positions),
+    ),
+    "scatter_to_seq: zeros for other ranks' positions": (
+        "_ScatterToSeq",
+        backward(mappings._ScatterToSeq)(zeros_elsewhere),
+    ),
     "column_linear: the input's not summed": ("_ColumnLinear", summed_input_forgotten),
     "cross entropy: twice": ("_CrossEntropy", backward(loss._CrossEntropy)(twice)),
     "ring: keys and values of other ranks": ("_Attention", keys_of_others_forgotten),

@@ -29,7 +29,7 @@ from shardwise.parallel.context.ring import Ring
 from shardwise.parallel.context.root import Division, _MeanLoss, in_order
 from shardwise.parallel.experts import route
 from shardwise.parallel.sharded_embedding.rows import RowShardedEmbedding, _distinct, _Lookup, _Route
-from shardwise.parallel.tensor import pairs
+from shardwise.parallel.tensor import mappings
 from shardwise.parallel.tensor.linear import ColumnPlan, column_linear
 from shardwise.parallel.tensor.loss import Vocabulary, _CrossEntropy
 from shardwise.spec.styles import near_even_range
@@ -149,16 +149,30 @@ def cases_of_tp(n: int) -> list[Case]:
         return _CrossEntropy.apply(logits, targets, Vocabulary(sizes(odd, n), comm), u)
 
     return [
-        Case("_Share", lambda c, x: pairs.share(x, c, u), ((x_BTC, I),), R, same),
-        Case("_AddUp", lambda c, x: pairs.add_up(x, c, u), ((x_BTC, P),), I, same),
-        Case("_AddUp", lambda c, x, b: pairs.add_up(x, c, u, b), ((x_BTC, P), (bias, I)), I, with_bias),
-        Case("_JoinLast", lambda c, x: pairs.join_last(x, sizes(odd, n), c, u), ((x_BTC, last),), I, same),
-        Case("_OwnLast", lambda c, x: pairs.own_last(x, sizes(odd, n), c, u), ((x_BTC, I),), last, same),
-        Case("_GatherSeq", lambda c, x: pairs.gather_seq(x, c, u), ((x_BTC, seq),), R, same),
-        Case("_ScatterSeq", lambda c, x: pairs.scatter_seq(x, c, u), ((x_BTC, P),), seq, same),
-        Case("_ScatterSeq", lambda c, x, b: pairs.scatter_seq(x, c, u, b), ((x_BTC, P), (bias, I)), seq, with_bias),
-        Case("_OwnSeq", lambda c, x: pairs.own_seq(x, c, u), ((x_BTC, I),), seq, same),
-        Case("_JoinSeq", lambda c, x: pairs.join_seq(x, c, u), ((x_BTC, seq),), I, same),
+        Case("_CopyToTp", lambda c, x: mappings.copy_to_tp(x, c, u), ((x_BTC, I),), R, same),
+        Case("_ReduceFromTp", lambda c, x: mappings.reduce_from_tp(x, c, u), ((x_BTC, P),), I, same),
+        Case(
+            "_ReduceFromTp", lambda c, x, b: mappings.reduce_from_tp(x, c, u, b), ((x_BTC, P), (bias, I)), I, with_bias
+        ),
+        Case("_GatherFromTp", lambda c, x: mappings.gather_from_tp(x, sizes(odd, n), c, u), ((x_BTC, last),), I, same),
+        Case("_ScatterToTp", lambda c, x: mappings.scatter_to_tp(x, sizes(odd, n), c, u), ((x_BTC, I),), last, same),
+        Case("_GatherFromSeq", lambda c, x: mappings.gather_from_seq(x, c, u), ((x_BTC, seq),), R, same),
+        Case(
+            "_ReduceScatterToSeq",
+            lambda c, x: mappings.reduce_scatter_to_seq(x, c, u),
+            ((x_BTC, P),),
+            seq,
+            same,
+        ),
+        Case(
+            "_ReduceScatterToSeq",
+            lambda c, x, b: mappings.reduce_scatter_to_seq(x, c, u, b),
+            ((x_BTC, P), (bias, I)),
+            seq,
+            with_bias,
+        ),
+        Case("_ScatterToSeq", lambda c, x: mappings.scatter_to_seq(x, c, u), ((x_BTC, I),), seq, same),
+        Case("_GatherWholeSeq", lambda c, x: mappings.gather_whole_seq(x, c, u), ((x_BTC, seq),), I, same),
         Case(
             "_ColumnLinear",
             partial(column, is_transposed=False),
@@ -324,7 +338,7 @@ def test_copies_of_a_head_get_the_sum_of_their_gradients() -> None:
     def rank(comm: Comm) -> Tensor | None:
         head = comm.rank // 2
         part = random(3, 5).requires_grad_()
-        pairs.share_copies(part, (0, 6, 3 * head), comm, "u").backward(grads[comm.rank])
+        mappings.copy_part_to_tp(part, (0, 6, 3 * head), comm, "u").backward(grads[comm.rank])
         return part.grad
 
     found = run_in_threads(rank, 4)
@@ -340,5 +354,5 @@ def test_every_function_of_ours_has_a_rule() -> None:
             importlib.import_module(".".join(("shardwise", *path.relative_to(source).with_suffix("").parts)))
     ours = {kind for kind in torch.autograd.Function.__subclasses__() if kind.__module__.startswith("shardwise.")}
     assert ours == {*RULES, *WITHOUT_RULE}
-    tested = {case.function for case in cases(2)} | {"_ShareCopies"} | LOCAL
+    tested = {case.function for case in cases(2)} | {"_CopyPartToTp"} | LOCAL
     assert {kind.__name__ for kind in RULES} == tested

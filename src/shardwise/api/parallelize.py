@@ -32,8 +32,8 @@ from shardwise.parallel.experts.layer import Mixture, apply_experts, own_experts
 from shardwise.parallel.pipeline.pipelined import Pipelined
 from shardwise.parallel.sharded_embedding.rows import spread_rows
 from shardwise.parallel.tensor.agreement import Agreement, Copies
-from shardwise.parallel.tensor.apply import apply_cuts, part_of
-from shardwise.parallel.tensor.cut import ShardingPlan, find_cuts
+from shardwise.parallel.tensor.apply import apply_sharding, part_of
+from shardwise.parallel.tensor.sharding_plan import ShardingPlan, plan_sharding
 from shardwise.spec.errors import PlanError
 from shardwise.spec.facts import EngineOptions
 from shardwise.spec.mesh import Mesh
@@ -259,11 +259,11 @@ def divide(
     notes: list[str] = []
     tp, cuts = comms.tp, None
     if tp is not None:
-        cuts = find_cuts(model, plan.tp_plan, tp.size, tp.rank, divides_sequence=plan.sequence_parallel)
+        cuts = plan_sharding(model, plan.tp_plan, tp.size, tp.rank, divides_sequence=plan.sequence_parallel)
     if source is not None:
         _fill(model, source, comms, cuts, mixtures, pipelined)
     if tp is not None and cuts is not None:
-        apply_cuts(model, cuts, tp)
+        apply_sharding(model, cuts, tp)
         if tp.device.type != "meta":
             Agreement(tp).install(model)
             Copies(tp).install(model, divides_sequence=plan.sequence_parallel)

@@ -24,7 +24,7 @@ from shardwise.parallel.experts.layer import Mixture, find_mixtures
 from shardwise.parallel.pipeline.pipelined import find_stages
 from shardwise.parallel.pipeline.stage_module import StageModule
 from shardwise.parallel.sharded_embedding.rows import find_row_sharded, table_weights
-from shardwise.parallel.tensor.cut import find_cuts
+from shardwise.parallel.tensor.sharding_plan import plan_sharding
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.plan import ParallelPlan, check_plan
 
@@ -110,7 +110,7 @@ def prepare(model: nn.Module, plan: ParallelPlan, *, device: torch.device | None
             " peft's LoraConfig), or set tp=1 and ep=1."
         )
     if plan.tp > 1:
-        find_cuts(model, plan.tp_plan, plan.tp, divides_sequence=plan.sequence_parallel)
+        plan_sharding(model, plan.tp_plan, plan.tp, divides_sequence=plan.sequence_parallel)
     if plan.cp > 1:
         check_model(model)
     policy = plan.pipeline_policy

@@ -124,7 +124,7 @@ class Comms:
         return {axis: size for axis in AXES if (size := (found | others).get(axis)) is not None}
 
     def counts(self, part: Slice | None) -> bool:
-        """Whether this rank's copy of a parameter counts in sums over :attr:`model_parallel`: one of equal ones does."""
+        """Whether this rank's copy of a parameter counts in sums over :attr:`model_parallel`: one copy does."""
         if part is not None:
             return part.is_counted
         return self.tp is None or self.tp.rank == 0

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map
 
 from shardwise import torch_private
 from shardwise.comm.record import RecordComm
-from shardwise.parallel.tensor.apply import apply_cuts
-from shardwise.parallel.tensor.cut import find_cuts
+from shardwise.parallel.tensor.apply import apply_sharding
+from shardwise.parallel.tensor.sharding_plan import plan_sharding
 from shardwise.spec.plan import ParallelPlan
 
 
@@ -98,7 +98,9 @@ def cut_alone(model: nn.Module, plan: ParallelPlan, *, rank: int, device: torch.
     """Cut a plain model as on ``rank`` of ``plan.tp``, without peers: only shapes are right, not values."""
     if plan.tp > 1:
         comm = RecordComm("tp", rank=rank, size=plan.tp, device=device, receives=device.type == "cpu")
-        apply_cuts(model, find_cuts(model, plan.tp_plan, plan.tp, rank, divides_sequence=plan.sequence_parallel), comm)
+        apply_sharding(
+            model, plan_sharding(model, plan.tp_plan, plan.tp, rank, divides_sequence=plan.sequence_parallel), comm
+        )
 
 
 def hides_tokens(batch: Any) -> bool:

@@ -97,7 +97,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def tensor_degrees(shape: ModelShape, most: int) -> list[int]:
-    """Degrees of ``tp`` up to ``most`` that divide heads and feed-forwards, as ``parallel.tensor.cut`` requires."""
+    """Degrees of ``tp`` up to ``most`` that divide heads and feed-forwards, as ``parallel.tensor`` requires."""
     if not support_of(shape).tp:
         return [1]
     return [t for t in range(1, most + 1) if all(_is_divisible(shape, place, t) for place in range(len(shape.stacks)))]

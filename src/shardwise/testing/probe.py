@@ -36,7 +36,7 @@ from shardwise.engine.storage.waiting import WaitingGradient
 from shardwise.engine.unit import State, Unit
 from shardwise.measure.storage import held_bytes
 from shardwise.parallel.pipeline.pipelined import pipelined_of
-from shardwise.parallel.tensor.apply import take
+from shardwise.parallel.tensor.apply import copy_part
 from shardwise.sim.step import UnitSeconds, simulate_facts
 from shardwise.sim.streams import Timeline
 from shardwise.spec.extent import Extent
@@ -129,7 +129,7 @@ class Range:
 
     def part_of(self, whole: Tensor) -> Tensor:
         """The range's elements of a tensor with the plain parameter's shape, flat, in memory order."""
-        whole = whole.detach() if self.cuts is None else take(whole.detach(), self.cuts)
+        whole = whole.detach() if self.cuts is None else copy_part(whole.detach(), self.cuts)
         if self.stride is None:
             return memory_order(whole.contiguous())[self.start : self.stop]
         laid_out = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device)
@@ -408,7 +408,7 @@ class Probe:
 
 def part_of(extent: Extent, whole: Tensor) -> Tensor:
     """The flat elements of an extent, from a plain model's tensor."""
-    held = take(whole.detach(), Slice(extent.shape, extent.cuts)) if extent.cuts else whole.detach()
+    held = copy_part(whole.detach(), Slice(extent.shape, extent.cuts)) if extent.cuts else whole.detach()
     return memory_order(held)[extent.start : extent.stop]
 
 

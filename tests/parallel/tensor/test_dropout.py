@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.comm.record import RecordComm
 from shardwise.parallel.tensor import dropout
-from shardwise.parallel.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropout, drawing_own
+from shardwise.parallel.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropout, rank_rng
 from shardwise.testing import run_on_ranks
 
 
@@ -46,7 +46,7 @@ class Philox:
 def draws_of(rank: int, generator: Philox) -> list[tuple[int, int]]:
     """Of a replicated activation, a divided one, and a replicated one."""
     found = [generator.draw()]
-    with contextlib.suppress(KeyError), drawing_own(rank, torch.device("cuda", 0)):
+    with contextlib.suppress(KeyError), rank_rng(rank, torch.device("cuda", 0)):
         found.append(generator.draw())
         raise KeyError
     return [*found, generator.draw()]
@@ -71,7 +71,7 @@ def masks_of(rank: int) -> list[list[float]]:
     """Of a replicated activation, two divided ones, and a replicated one, on the CPU."""
     ones, found = torch.ones(64), []
     for is_divided in (False, True, True, False):
-        with drawing_own(rank, torch.device("cpu")) if is_divided else contextlib.nullcontext():
+        with rank_rng(rank, torch.device("cpu")) if is_divided else contextlib.nullcontext():
             found.append(F.dropout(ones).tolist())
     return found
 
@@ -91,7 +91,7 @@ def test_on_the_cpu_as_well():
 def test_fake_tensors_draw_nothing():
     torch.manual_seed(7)
     state = torch.get_rng_state()
-    with FakeTensorMode(), drawing_own(1, torch.device("cpu")):
+    with FakeTensorMode(), rank_rng(1, torch.device("cpu")):
         assert F.dropout(torch.ones(3)).shape == (3,)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -174,7 +174,7 @@ def test_what_is_divided_is_drawn_under_the_ranks_own_seed(monkeypatch, kind, mo
         entered.append(rank)
         yield
 
-    monkeypatch.setattr(dropout, "drawing_own", noting)
+    monkeypatch.setattr(dropout, "rank_rng", noting)
     forward: Any = kind(module, "path", RecordComm("tp", rank=1, size=2, device="meta"))
     assert forward(torch.zeros(2, 4, 6, 8, device="meta")).device.type == "meta"
     assert entered == [1] * expected

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.comm.record import RecordComm
-from shardwise.parallel.tensor.cut import find_cuts
 from shardwise.parallel.tensor.linear import ColumnPlan
+from shardwise.parallel.tensor.sharding_plan import plan_sharding
 from shardwise.spec.errors import PlanError
 from shardwise.testing import part_of, probe, run_on_ranks
 from tests.common.ranks import on_ranks
@@ -195,14 +195,14 @@ class Adapted(nn.Module):
 def test_a_parametrized_layer_is_left_whole_on_advice():
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 8))
     with pytest.raises(PlanError, match=r"a parametrization computes its weight.\n  Leave it whole: tp_plan={'0': 're"):
-        find_cuts(nn.Sequential(layer), {"0": "colwise"}, 2)
+        plan_sharding(nn.Sequential(layer), {"0": "colwise"}, 2)
 
 
 def test_the_entry_of_one_layer_holds_over_that_of_all():
     table = {"0.up": "replicate", "*.up": "colwise", "*.down": "rowwise", "0.down": "rowwise_split_input"}
     model = nn.Sequential(*(nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(2)))
     expected = {"0.down.weight", "1.up.weight", "1.up.bias", "1.down.weight"}
-    cuts = find_cuts(model, table, 2)
+    cuts = plan_sharding(model, table, 2)
     assert expected <= {name for name, parameter in model.named_parameters() if id(parameter) in cuts.slices}
     assert id(model[0]["up"].weight) not in cuts.slices
 
@@ -212,7 +212,7 @@ def test_what_is_inside_of_a_wrapped_linear_layer_is_named():
     table: dict[str, str] = {"0.up": "colwise", "0.down": "rowwise"}
     for path, style, small in (("up", "colwise", "second.default"), ("down", "rowwise", "first")):
         with pytest.raises(PlanError) as caught:
-            find_cuts(nn.Sequential(block), table, 2)
+            plan_sharding(nn.Sequential(block), table, 2)
         told = {f"*.{path}": "replicate", f"*.{path}.base_layer": style, f"*.{path}.{small}": style}
         assert f"'0.{path}' ({style}) with tp=2: a Adapted is not a linear layer, but has such inside" in str(
             caught.value
@@ -220,14 +220,14 @@ def test_what_is_inside_of_a_wrapped_linear_layer_is_named():
         assert f"tp_plan={told}." in str(caught.value)
         del table[f"0.{path}"]
         table |= told
-    assert len(find_cuts(nn.Sequential(block), table, 2).slices) == 6
+    assert len(plan_sharding(nn.Sequential(block), table, 2).slices) == 6
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_vocabulary_that_no_degree_divides_is_cut_as_evenly_as_can_be(size):
     with torch.device("meta"):
         model = sw.models.gpt("gpt-nano", num_heads=4, vocab_size=50257, tied=True)
-    held = [find_cuts(model, None, size, rank).slices[id(model.lm_head.weight)] for rank in range(size)]
+    held = [plan_sharding(model, None, size, rank).slices[id(model.lm_head.weight)] for rank in range(size)]
     edges = [cut.ranges[0] for part in held for cut in part.cuts]
     assert [start for start, _ in edges] == [0, *(stop for _, stop in edges[:-1])]
     assert edges[-1][1] == 50257
@@ -239,5 +239,5 @@ def test_a_layer_without_tokens_has_gradients_without_rows(is_transposed):
     """Under ep an expert may get none."""
     way = ColumnPlan(RecordComm("tp", rank=0, size=2, device="cpu"), "up", is_transposed=is_transposed)
     weight = torch.ones(3, 5) if is_transposed else torch.ones(5, 3)
-    assert way.to_input(torch.ones(0, 5), weight).shape == (0, 3)
-    assert way.to_weight(torch.ones(0, 5), torch.ones(0, 3)).equal(torch.zeros_like(weight))
+    assert way.input_grad(torch.ones(0, 5), weight).shape == (0, 3)
+    assert way.weight_grad(torch.ones(0, 5), torch.ones(0, 3)).equal(torch.zeros_like(weight))

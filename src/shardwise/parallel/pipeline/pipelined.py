@@ -35,7 +35,7 @@ from shardwise.parallel.pipeline.stage_module import (
     make_meta_copy,
 )
 from shardwise.parallel.pipeline.weight_grad_store import WeightGradStore
-from shardwise.parallel.tensor.apply import defer_weights
+from shardwise.parallel.tensor.apply import defer_weight_grads
 from shardwise.spec.errors import StateError, Uncopyable
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy, Schedule, build, forward_only
@@ -199,7 +199,7 @@ class Pipelined(Uncopyable):
         head = next((each.module for each in reversed(self._modules) if each.has_parameters), None)
         layers = [module for module in model.modules() if module is not head] if self._usual.is_split else []
         store = WeightGradStore(layers)
-        defer_weights(layers, store)
+        defer_weight_grads(layers, store)
         return store
 
     def around(self) -> tuple[Stages, Comm, tuple[int, ...]]:

@@ -68,12 +68,12 @@ class WeightGradStore:
         """Drop all terms."""
         self._terms.clear()
 
-    def linear(self, given: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
         """Compute a linear layer; ``weight`` is (outputs, inputs), or (inputs, outputs) if transposed."""
-        key = self._key_for(weight, given.device)
+        key = self._key_for(weight, x.device)
         if key is None or not (bias is None or bias.is_leaf):
-            return _linear(given, weight, bias, is_transposed)
-        return _Linear.apply(given, weight, bias, (self, key), is_transposed)
+            return _linear(x, weight, bias, is_transposed)
+        return _Linear.apply(x, weight, bias, (self, key), is_transposed)
 
     def add(self, output: Tensor, bias: Tensor) -> Tensor:
         """Add a bias to ``output`` in place, after the layer's sum over ranks."""
@@ -90,8 +90,8 @@ def _term(left: Tensor, right: Tensor | None) -> Tensor:
     return left.sum(0) if right is None else left.mm(right)
 
 
-def _linear(given: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:  # noqa: FBT001 - private
-    return linear_transposed(given, weight, bias) if is_transposed else F.linear(given, weight, bias)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:  # noqa: FBT001 - private
+    return linear_transposed(x, weight, bias) if is_transposed else F.linear(x, weight, bias)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -121,8 +121,8 @@ class _LinearForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         module: Any = self._module()
-        (given,) = self.__signature__.bind(*args, **kwargs).args if kwargs or len(args) != 1 else args
-        return self._store.linear(given, module.weight, module.bias, is_transposed=self._is_transposed)
+        (x,) = self.__signature__.bind(*args, **kwargs).args if kwargs or len(args) != 1 else args
+        return self._store.linear(x, module.weight, module.bias, is_transposed=self._is_transposed)
 
 
 class _Linear(torch.autograd.Function):
@@ -131,30 +131,30 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd calls it by position
         ctx: Any,
-        given: Tensor,
+        x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         store: _Place,
         is_transposed: bool,  # noqa: FBT001 - the same
     ) -> Tensor:
-        ctx.save_for_backward(given, weight)
+        ctx.save_for_backward(x, weight)
         ctx.weight, ctx.bias, ctx.store, ctx.is_transposed = weight, bias, store, is_transposed
-        return _linear(given, weight, bias, is_transposed).detach()  # not a view: a model may write to it in place
+        return _linear(x, weight, bias, is_transposed).detach()  # not a view: a model may write to it in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (grad,), (store, key) = grad_outputs, ctx.store
-        given, weight = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         # Detached, because a view keeps its base alive, and with that the graph, the input and its gradient.
-        rows, grads = given.detach().reshape(-1, given.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        to_given = None
+        rows, grads = x.detach().reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        input_grad = None
         if ctx.needs_input_grad[0]:
-            to_given = grads.mm(weight.t() if ctx.is_transposed else weight).view(given.shape)
+            input_grad = grads.mm(weight.t() if ctx.is_transposed else weight).view(x.shape)
         store.keep(key, ctx.weight, *((rows.t(), grads) if ctx.is_transposed else (grads.t(), rows)))
         if ctx.needs_input_grad[2]:
             store.keep(key, ctx.bias, grads)
-        return to_given, None, None, None, None
+        return input_grad, None, None, None, None
 
 
 class _Add(torch.autograd.Function):

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
 from shardwise.comm.rows import exchange_counts, exchange_rows
-from shardwise.parallel.tensor.apply import take
-from shardwise.parallel.tensor.layer import ReplacedForward, only
+from shardwise.parallel.tensor.apply import copy_part
+from shardwise.parallel.tensor.layer import ReplacedForward, single_argument
 from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import Cut, Slice, set_slice
 from shardwise.spec.styles import matches
@@ -106,7 +106,7 @@ def spread_rows(
         cuts = (Cut(0, ((bounds[comm.rank], bounds[comm.rank + 1]),)),)
         held = Slice(tuple(module.weight.shape), cuts, names=(f"{path}.weight",))
         master, handed_on = dtypes_of(path, module)
-        module.weight.data = take(module.weight.data, held).to(master)
+        module.weight.data = copy_part(module.weight.data, held).to(master)
         set_slice(module.weight, held)
         RowShardedEmbedding(module, path, comm, bounds, handed_on).install()
         shown = f"{bounds[comm.rank]} to {bounds[comm.rank + 1]} of {module.num_embeddings}"
@@ -129,7 +129,7 @@ class RowShardedEmbedding(ReplacedForward):
             Three all-to-alls over all ranks, and one in backward. All ranks must call it, and run its backward, equally
             often. The bytes are in the table at the top of the file. The host waits for the counts.
         """
-        ids, module = only(args, kwargs), self.module
+        ids, module = single_argument(args, kwargs), self.module
         wanted, inverse = _distinct(ids)
         rows = _Lookup.apply(module.weight, wanted, inverse, _Route(self, wanted, module.padding_idx))
         return rows.to(self.dtype)

@@ -53,16 +53,16 @@ class Agreement:
         self._seen.add(may_drop)
         batch = [_digest(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         state = _digest(_random_state(self._comm.device)) if may_drop else 0
-        told = all_gather_json(self._comm, [batch, state])
+        by_rank = all_gather_json(self._comm, [batch, state])
         refuse_different(
             self._comm,
-            [batch for batch, _ in told],
+            [batch for batch, _ in by_rank],
             "the ranks of a tensor-parallel group, which compute one model together, got different batches",
             "Divide the samples by sw.data_parallel_rank(model) and sw.data_parallel_size(model), not by the world.",
         )
         refuse_different(
             self._comm,
-            [state for _, state in told],
+            [state for _, state in by_rank],
             "the ranks of a tensor-parallel group have different random states, so that dropout would make copies of"
             " the same values differ",
             "Seed by sw.data_parallel_rank(model), not by the rank of the world.",
@@ -79,8 +79,8 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> int:
-    held = tensor.detach().cpu().contiguous().view(-1)
-    return zlib.crc32(held.view(torch.uint8).numpy().tobytes()) if held.numel() else 0
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
 
 
 #: Allowed relative difference of gradients. On the CPU there is none, but GPU kernels may add in any order.
@@ -140,10 +140,10 @@ class Copies:
     def _compare(self) -> None:
         seen, self._seen = self._seen, {}
         parts, self._parts = self._parts, {}
-        told = all_gather_json(self._comm, [{name: found[:2] for name, found in seen.items()}, parts])
-        apart, counted = [], []
+        by_rank = all_gather_json(self._comm, [{name: found[:2] for name, found in seen.items()}, parts])
+        different, counted = [], []
         for name, (_, _, numel, rounding) in seen.items():
-            found = [other.get(name, (0.0, 0.0)) for other, _ in told]
+            found = [other.get(name, (0.0, 0.0)) for other, _ in by_rank]
             if not all(math.isfinite(value) for pair in found for value in pair):
                 continue  # a 16-bit overflow: compare the next gradient instead
             self._hooks.pop(name).remove()
@@ -153,11 +153,15 @@ class Copies:
             norms, sums = zip(*found, strict=True)
             allowed = rounding * max(norms)
             if max(norms) - min(norms) > allowed or max(sums) - min(sums) > allowed * math.sqrt(numel):
-                apart.append(name)
-            if name in parts and norms[0] > 0 and all(other.get(name) == told[0][1].get(name) for _, other in told):
+                different.append(name)
+            if (
+                name in parts
+                and norms[0] > 0
+                and all(other.get(name) == by_rank[0][1].get(name) for _, other in by_rank)
+            ):
                 counted.append(name)
-        if apart:
-            raise RankDisagreement(self._say_apart(apart))
+        if different:
+            raise RankDisagreement(self._say_apart(different))
         if counted:
             raise RankDisagreement(self._say_counted(counted))
 
@@ -209,5 +213,5 @@ class _FirstCall:
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:
-    held = slice_of(parameter)
-    return held is not None and bool(held.cuts)
+    part = slice_of(parameter)
+    return part is not None and bool(part.cuts)

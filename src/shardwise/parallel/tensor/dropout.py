@@ -2,7 +2,7 @@
 
 GPT-2, BERT, ViT and T5 of transformers and our GPT need it: their default configurations drop attention weights or
 features (T5) of layers that ``tp`` divides. All ranks of ``tp`` must have the same random state, as for dropout of
-replicated tensors, and keep it equal. Each rank draws the mask of its part with a different seed (:func:`drawing_own`).
+replicated tensors, and keep it equal. Each rank draws the mask of its part with a different seed (:func:`rank_rng`).
 The seed is derived from the common state, so that recomputation and resumed runs repeat the mask.
 """
 
@@ -36,7 +36,7 @@ class FeatureDropout(ReplacedForward):
         module = self.module
         if not module.training or not module.p:
             return x
-        with drawing_own(self.comm.rank, x.device):
+        with rank_rng(self.comm.rank, x.device):
             return F.dropout(x, module.p)
 
 
@@ -52,18 +52,18 @@ class HeadDropout(ReplacedForward):
         module = self.module
         if not module.training:
             return type(module).forward(module, *args, **kwargs)
-        with _OwnHeads(self.comm):
+        with _RankDropout(self.comm):
             return type(module).forward(module, *args, **kwargs)
 
 
-def drops(module: nn.Module) -> bool:
+def has_attention_dropout(module: nn.Module) -> bool:
     """Whether an attention module has dropout of attention weights."""
     values = [getattr(module, name, 0.0) for name in _RATES]
     rates = [value.p if isinstance(value, nn.Dropout) else value for value in values]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
-class _OwnHeads(TorchFunctionMode):
+class _RankDropout(TorchFunctionMode):
     """Makes attention draw dropout masks of this rank's heads (dimension 1) with the rank's seed."""
 
     def __init__(self, comm: Comm) -> None:
@@ -76,13 +76,13 @@ class _OwnHeads(TorchFunctionMode):
         kwargs = kwargs or {}
         first: Any = next(iter((*args, *kwargs.values())), None)
         if func is F.scaled_dot_product_attention or (func is F.dropout and first.dim() == 4):
-            with drawing_own(self._comm.rank, first.device):
+            with rank_rng(self._comm.rank, first.device):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def drawing_own(rank: int, device: torch.device) -> Iterator[None]:
+def rank_rng(rank: int, device: torch.device) -> Iterator[None]:
     """Draw random numbers with a seed of this rank inside; afterwards the common state has advanced on all ranks.
 
     A GPU's generator has a seed and an offset; only the seed is replaced. The CPU's generator has neither: the seed is

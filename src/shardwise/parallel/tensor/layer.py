@@ -15,8 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
-from shardwise.parallel.tensor.linear import ColumnPlan, Deferral, column_linear, is_transposed, linear_of
-from shardwise.parallel.tensor.pairs import add_up, gather_seq, join_last, own_last, scatter_seq, share, share_copies
+from shardwise.parallel.tensor.linear import ColumnPlan, GradStore, column_linear, is_transposed, linear_of
+from shardwise.parallel.tensor.mappings import (
+    copy_part_to_tp,
+    copy_to_tp,
+    gather_from_seq,
+    gather_from_tp,
+    reduce_from_tp,
+    reduce_scatter_to_seq,
+    scatter_to_tp,
+)
 from shardwise.spec.replacement import Replacement
 
 
@@ -39,43 +47,43 @@ class ReplacedForward(Replacement, ABC):
         """Compute the module's output."""
 
 
-def only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def single_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the single argument of a layer, passed by position or by any name."""
-    (given,) = (*args, *kwargs.values())
-    return given
+    (argument,) = (*args, *kwargs.values())
+    return argument
 
 
 class SharedInput:
-    """Calls :func:`share` once for all column-parallel layers that get the same tensor in one call of their parent.
+    """Calls :func:`copy_to_tp` once for all column-parallel layers that get one tensor in one call of their parent.
 
     Query, key and value projections read one input, so their three input gradients are added first and then summed over
     the ranks, in one all-reduce. Outside of a call of the parent nothing is shared.
     """
 
-    def __init__(self, parent: nn.Module, pair: Callable[[Tensor, Comm, str], Tensor] = share) -> None:
-        self._is_inside = False
-        self._pair = pair
-        self._held: list[tuple[Tensor, bool, Tensor]] = []
+    def __init__(self, parent: nn.Module, collective: Callable[[Tensor, Comm, str], Tensor] = copy_to_tp) -> None:
+        self._is_in_parent = False
+        self._collective = collective
+        self._results: list[tuple[Tensor, bool, Tensor]] = []
         parent.register_forward_pre_hook(self._enter)
         parent.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, _module: nn.Module, _args: object) -> None:
-        self._held.clear()  # an interrupted call has not cleared it
-        self._is_inside = True
+        self._results.clear()  # an interrupted call has not cleared it
+        self._is_in_parent = True
 
     def _leave(self, _module: nn.Module, _args: object, _output: object) -> None:
-        self._is_inside = False
-        self._held.clear()
+        self._is_in_parent = False
+        self._results.clear()
 
     def __call__(self, x: Tensor, comm: Comm, unit: str) -> Tensor:
-        """Return ``x`` for a part of the computation, as :func:`share`; the same tensor for the same ``x``."""
+        """Return ``x`` for a part of the computation, as :func:`copy_to_tp`; the same tensor for the same ``x``."""
         has_grad = torch.is_grad_enabled()
-        for seen, had_grad, shared in self._held:
+        for seen, had_grad, shared in self._results:
             if seen is x and had_grad == has_grad:
                 return shared
-        shared = self._pair(x, comm, unit)
-        if self._is_inside:
-            self._held.append((x, has_grad, shared))
+        shared = self._collective(x, comm, unit)
+        if self._is_in_parent:
+            self._results.append((x, has_grad, shared))
         return shared
 
 
@@ -85,10 +93,10 @@ class Column(ReplacedForward):
     Attributes:
         shared: Function that is applied to an input that several layers read; ``None``: it reads the input alone.
         plan: The computation and communication.
-        is_silent: Whether the enclosing :class:`DenseMixture` communicates for it.
+        skips_communication: Whether the enclosing :class:`DenseMixture` communicates for it.
     """
 
-    is_silent = False
+    skips_communication = False
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int] | None = None) -> None:
         super().__init__(module, name, comm)
@@ -97,22 +105,22 @@ class Column(ReplacedForward):
         self._sizes = sizes
         self._linear = linear_of(module)
 
-    def defer(self, deferral: Deferral) -> None:
-        """Make ``deferral`` compute the gradients of weight and bias; nothing overlaps with the input's all-reduce."""
-        self._linear = partial(deferral.linear, is_transposed=self.plan.is_transposed)
+    def defer_weight_grads(self, store: GradStore) -> None:
+        """Make ``store`` compute the gradients of weight and bias; nothing overlaps with the input's all-reduce."""
+        self._linear = partial(store.linear, is_transposed=self.plan.is_transposed)
         if self.shared is None:
-            self.shared = gather_seq if self.plan.divides_sequence else share
+            self.shared = gather_from_seq if self.plan.divides_sequence else copy_to_tp
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Map (..., inputs), replicated, to (..., this rank's features), or with gathered output to all features."""
-        x, module = only(args, kwargs), self.module
-        if self.is_silent:
+        x, module = single_argument(args, kwargs), self.module
+        if self.skips_communication:
             return self._linear(x, module.weight, module.bias)
         if self.shared is None:
             y = column_linear(x, module.weight, module.bias, self.plan)
         else:
             y = self._linear(self.shared(x, self.comm, self.name), module.weight, module.bias)
-        return y if self._sizes is None else join_last(y, self._sizes, self.comm, self.name)
+        return y if self._sizes is None else gather_from_tp(y, self._sizes, self.comm, self.name)
 
 
 class CopiedColumn(ReplacedForward):
@@ -124,17 +132,17 @@ class CopiedColumn(ReplacedForward):
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, place: tuple[int, int, int]) -> None:
         super().__init__(module, name, comm)
-        self.shared: Callable[[Tensor, Comm, str], Tensor] = share
+        self.shared: Callable[[Tensor, Comm, str], Tensor] = copy_to_tp
         self._place = place
         self._linear = linear_of(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Map (..., inputs), replicated, to (..., features of the head)."""
-        x, module = only(args, kwargs), self.module
-        weight = share_copies(module.weight, self._place, self.comm, self.name)
+        x, module = single_argument(args, kwargs), self.module
+        weight = copy_part_to_tp(module.weight, self._place, self.comm, self.name)
         bias = module.bias
         if bias is not None:
-            bias = share_copies(bias, (0, *self._place[1:]), self.comm, self.name)
+            bias = copy_part_to_tp(bias, (0, *self._place[1:]), self.comm, self.name)
         return self._linear(self.shared(x, self.comm, self.name), weight, bias)
 
 
@@ -143,11 +151,11 @@ class Row(ReplacedForward):
 
     Attributes:
         divides_sequence: Whether the output has only this rank's positions of the sum.
-        is_silent: Whether the enclosing :class:`DenseMixture` sums and adds the bias for it.
+        skips_communication: Whether the enclosing :class:`DenseMixture` sums and adds the bias for it.
     """
 
     divides_sequence = False
-    is_silent = False
+    skips_communication = False
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int] | None = None) -> None:
         super().__init__(module, name, comm)
@@ -155,24 +163,24 @@ class Row(ReplacedForward):
         self._linear = linear_of(module)
         self._add: Callable[[Tensor, Tensor], Tensor] | None = None  # adds a bias whose gradient is deferred
 
-    def defer(self, deferral: Deferral) -> None:
-        """Make ``deferral`` compute the gradients, except that of a bias whose gradient needs communication."""
-        self._linear = partial(deferral.linear, is_transposed=is_transposed(self.module))
-        self._add = None if self.divides_sequence else deferral.add
+    def defer_weight_grads(self, store: GradStore) -> None:
+        """Make ``store`` compute the gradients, except that of a bias whose gradient needs communication."""
+        self._linear = partial(store.linear, is_transposed=is_transposed(self.module))
+        self._add = None if self.divides_sequence else store.add
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Map (..., this rank's features) to (..., outputs), replicated."""
-        x, module = only(args, kwargs), self.module
+        x, module = single_argument(args, kwargs), self.module
         if self._sizes is not None:
-            x = own_last(x, self._sizes, self.comm, self.name)
+            x = scatter_to_tp(x, self._sizes, self.comm, self.name)
         term = self._linear(x, module.weight, None)
-        if self.is_silent:
+        if self.skips_communication:
             return term
         if self.divides_sequence:
-            return scatter_seq(term, self.comm, self.name, module.bias)
+            return reduce_scatter_to_seq(term, self.comm, self.name, module.bias)
         if self._add is None or module.bias is None:
-            return add_up(term, self.comm, self.name, module.bias)
-        return self._add(add_up(term, self.comm, self.name), module.bias)
+            return reduce_from_tp(term, self.comm, self.name, module.bias)
+        return self._add(reduce_from_tp(term, self.comm, self.name), module.bias)
 
 
 class SharedParameters(ReplacedForward):
@@ -188,17 +196,17 @@ class SharedParameters(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the class's forward with shared parameters."""
         module = self.module
-        held = module._parameters  # noqa: SLF001 - replaced for the call, as torch's functional_call does
-        before = dict(held)
+        parameters = module._parameters  # noqa: SLF001 - replaced for the call, as torch's functional_call does
+        before = dict(parameters)
         try:
             for name, parameter in before.items():
                 if parameter is not None:
-                    held[name] = share(parameter, self.comm, self.name)
+                    parameters[name] = copy_to_tp(parameter, self.comm, self.name)
                     if self.watch is not None:
-                        self.watch(name, held[name])
+                        self.watch(name, parameters[name])
             return type(module).forward(module, *args, **kwargs)
         finally:
-            held.update(before)
+            parameters.update(before)
 
 
 class Experts(ReplacedForward):
@@ -213,9 +221,9 @@ class Experts(ReplacedForward):
     def __call__(self, states: Tensor, chosen: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map (tokens, width), (tokens, choices) and (tokens, choices), replicated, to (tokens, width), replicated."""
         module = self.module
-        states, weights = share(states, self.comm, self.name), share(weights, self.comm, self.name)
+        states, weights = copy_to_tp(states, self.comm, self.name), copy_to_tp(weights, self.comm, self.name)
         compute = self.inner or partial(type(module).forward, module)
-        return add_up(compute(states, chosen, weights, *args, **kwargs), self.comm, self.name)
+        return reduce_from_tp(compute(states, chosen, weights, *args, **kwargs), self.comm, self.name)
 
 
 class DenseMixture(ReplacedForward):
@@ -235,37 +243,37 @@ class DenseMixture(ReplacedForward):
             With positions divided, two all-gathers and a reduce-scatter, and in backward the opposite, after an
             all-reduce of the gradients of the experts' biases.
         """
-        module, place = self.module, (self.comm, self.name)
+        module, where = self.module, (self.comm, self.name)
         ups = [expert.up.__dict__.get("forward") for expert in module.experts]
         downs = [expert.down.__dict__.get("forward") for expert in module.experts]
         if not all(isinstance(up, Column) and isinstance(down, Row) for up, down in zip(ups, downs, strict=True)):
             return type(module).forward(module, x_BTC)  # the user's table leaves experts replicated
         own_BTE = module.weigh(x_BTC)
-        given = gather_seq if self.divides_sequence else share
-        x_BTC, weight_BTE = given(x_BTC, *place), given(own_BTE, *place)
-        with _silent([*ups, *downs]):
+        enter = gather_from_seq if self.divides_sequence else copy_to_tp
+        x_BTC, weight_BTE = enter(x_BTC, *where), enter(own_BTE, *where)
+        with _without_communication([*ups, *downs]):
             y_BTC = module.mix(x_BTC, weight_BTE)
         biases = [expert.down.bias for expert in module.experts]
         if biases[0] is None:
-            return scatter_seq(y_BTC, *place) if self.divides_sequence else add_up(y_BTC, *place)
+            return reduce_scatter_to_seq(y_BTC, *where) if self.divides_sequence else reduce_from_tp(y_BTC, *where)
         bias_EC = torch.stack(biases)
         if self.divides_sequence:
-            after_BTC = own_BTE @ share(bias_EC, *place)
-            return scatter_seq(y_BTC, *place) + after_BTC
+            after_BTC = own_BTE @ copy_to_tp(bias_EC, *where)
+            return reduce_scatter_to_seq(y_BTC, *where) + after_BTC
         after_BTC = own_BTE @ bias_EC
-        return add_up(y_BTC, *place) + after_BTC
+        return reduce_from_tp(y_BTC, *where) + after_BTC
 
 
 @contextlib.contextmanager
-def _silent(layers: Iterable[Any]) -> Iterator[None]:
+def _without_communication(layers: Iterable[Any]) -> Iterator[None]:
     """Disable the layers' communication, so that they return their term; a recomputation stops before the sum."""
     for layer in layers:
-        layer.is_silent = True
+        layer.skips_communication = True
     try:
         yield
     finally:
         for layer in layers:
-            layer.is_silent = False
+            layer.skips_communication = False
 
 
 class VocabularyEmbedding(ReplacedForward):
@@ -277,7 +285,7 @@ class VocabularyEmbedding(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Map ids to their rows."""
-        ids, module = only(args, kwargs), self.module
+        ids, module = single_argument(args, kwargs), self.module
         check_ids(ids, module.num_embeddings, f"{self.name!r}: an id")
         is_foreign = (ids < self._start) | (ids >= self._stop)
         local = (ids - self._start).masked_fill(is_foreign, 0)
@@ -289,7 +297,7 @@ class VocabularyEmbedding(ReplacedForward):
             rows = type(module).forward(module, local)
         finally:
             module.padding_idx = padding
-        return add_up(rows.masked_fill(is_foreign.unsqueeze(-1), 0), self.comm, self.name)
+        return reduce_from_tp(rows.masked_fill(is_foreign.unsqueeze(-1), 0), self.comm, self.name)
 
 
 def check_ids(ids: Tensor, count: int, what: str, *, ignored: int | None = None) -> None:

@@ -14,13 +14,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from shardwise.comm.base import Comm, Handle
-from shardwise.parallel.tensor.pairs import gathered_seq, start_scattered_seq, start_summed
+from shardwise.parallel.tensor.mappings import all_gather_seq, start_all_reduce, start_reduce_scatter_seq
 
 
-class Deferral(Protocol):
+class GradStore(Protocol):
     """Computes with weights and biases whose gradients it may defer (``parallel.pipeline.weight_grad_store``)."""
 
-    def linear(self, given: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
         """As :meth:`ColumnPlan.forward`."""
         ...
 
@@ -49,12 +49,12 @@ class ColumnPlan:
         """Compute this rank's features."""
         return linear_transposed(x, weight, bias) if self.is_transposed else F.linear(x, weight, bias)
 
-    def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Compute the gradient of the input, (..., inputs)."""
-        made = grad.reshape(-1, grad.shape[-1]).mm(weight.t() if self.is_transposed else weight)
-        return made.view(*grad.shape[:-1], made.shape[-1])  # not -1, which is ambiguous without tokens
+        grad_x = grad.reshape(-1, grad.shape[-1]).mm(weight.t() if self.is_transposed else weight)
+        return grad_x.view(*grad.shape[:-1], grad_x.shape[-1])  # not -1, which is ambiguous without tokens
 
-    def to_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
         """Compute the gradient of the weight."""
         grads, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         return rows.t().mm(grads) if self.is_transposed else grads.t().mm(rows)
@@ -69,7 +69,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ColumnPl
     """
     if torch.is_grad_enabled():
         return _ColumnLinear.apply(*_cast(x, weight, bias), plan)
-    return plan.forward(gathered_seq(x, plan.comm, plan.unit) if plan.divides_sequence else x, weight, bias)
+    return plan.forward(all_gather_seq(x, plan.comm, plan.unit) if plan.divides_sequence else x, weight, bias)
 
 
 def linear_of(module: nn.Module) -> Any:
@@ -102,7 +102,7 @@ def _cast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: ColumnPlan) -> Tensor:
-        x = gathered_seq(x, plan.comm, plan.unit) if plan.divides_sequence else x
+        x = all_gather_seq(x, plan.comm, plan.unit) if plan.divides_sequence else x
         ctx.save_for_backward(x, weight)
         ctx.plan = plan
         return plan.forward(x, weight, bias).detach()  # not a view, because a model may write to it in place
@@ -111,15 +111,15 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (grad,), plan, (x, weight) = grads, ctx.plan, ctx.saved_tensors
-        to_x = to_weight = to_bias = None
+        input_grad = weight_grad = bias_grad = None
         handle: Handle | None = None
         if ctx.needs_input_grad[0]:
-            start = start_scattered_seq if plan.divides_sequence else start_summed
-            to_x, handle = start(plan.to_input(grad, weight), plan.comm, plan.unit)
+            start = start_reduce_scatter_seq if plan.divides_sequence else start_all_reduce
+            input_grad, handle = start(plan.input_grad(grad, weight), plan.comm, plan.unit)
         if ctx.needs_input_grad[1]:
-            to_weight = plan.to_weight(grad, x)
+            weight_grad = plan.weight_grad(grad, x)
         if ctx.needs_input_grad[2]:
-            to_bias = grad.flatten(0, -2).sum(0)
+            bias_grad = grad.flatten(0, -2).sum(0)
         if handle is not None:
             handle.wait()
-        return to_x, to_weight, to_bias, None
+        return input_grad, weight_grad, bias_grad, None

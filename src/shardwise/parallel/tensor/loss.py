@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
 from shardwise.parallel.tensor.layer import Column, ReplacedForward, check_ids
-from shardwise.parallel.tensor.pairs import join_last
+from shardwise.parallel.tensor.mappings import gather_from_tp
 
 
 class Vocabulary:
@@ -59,7 +59,7 @@ class GPTLoss(ReplacedForward):
     def __call__(self, logits_BTV: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the loss, or without targets all logits."""
         if targets is None:
-            return join_last(logits_BTV, self._vocabulary.sizes, self.comm, self.name)
+            return gather_from_tp(logits_BTV, self._vocabulary.sizes, self.comm, self.name)
         return self._vocabulary.cross_entropy(logits_BTV.flatten(0, 1), targets.flatten().long(), self.name)
 
 
@@ -67,7 +67,7 @@ class VocabularyHead(Column):
     """An output projection to all logits, or to this rank's logits while its model computes a loss (``CausalLoss``)."""
 
     is_local = False
-    has_given_part = False  # whether it has returned this rank's logits in the present forward
+    has_returned_part = False  # whether it has returned this rank's logits in the present forward
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int]) -> None:
         super().__init__(module, name, comm)
@@ -76,8 +76,8 @@ class VocabularyHead(Column):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Map (..., inputs), replicated, to (..., all ids) or (..., ids of this rank)."""
         y = super().__call__(*args, **kwargs)
-        self.has_given_part = self.is_local
-        return y if self.is_local else join_last(y, self.vocabulary.sizes, self.comm, self.name)
+        self.has_returned_part = self.is_local
+        return y if self.is_local else gather_from_tp(y, self.vocabulary.sizes, self.comm, self.name)
 
 
 class CausalLoss:
@@ -98,11 +98,11 @@ class CausalLoss:
 
         def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             labels = args[position] if len(args) > position else kwargs.get("labels")
-            head.is_local, head.has_given_part = labels is not None, False
+            head.is_local, head.has_returned_part = labels is not None, False
 
         def end(_module: nn.Module, _args: object, output: Any) -> Any:
             head.is_local = False  # a stage of a pipeline may not have run the head
-            return without_logits(output) if head.has_given_part and output is not None else None
+            return without_logits(output) if head.has_returned_part and output is not None else None
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end, always_call=True)

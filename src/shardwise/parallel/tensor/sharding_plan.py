@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.comm.base import Comm
-from shardwise.parallel.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropout, drops
+from shardwise.parallel.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropout, has_attention_dropout
 from shardwise.parallel.tensor.layer import (
     Column,
     CopiedColumn,
@@ -75,17 +75,17 @@ class ShardingPlan:
 
     def is_in(self, style: str, path: str) -> bool:
         """Whether the module at ``path``, or an enclosing one, has this style of :attr:`sequence`."""
-        return any(path == held or path.startswith(f"{held}.") for held in self.sequence.get(style, ()))
+        return any(path == styled or path.startswith(f"{styled}.") for styled in self.sequence.get(style, ()))
 
-    def cut(self, module: nn.Module, path: str, attribute: str, *cuts: Cut, copy: int = 0, copies: int = 1) -> None:
+    def shard(self, module: nn.Module, path: str, attribute: str, *cuts: Cut, copy: int = 0, copies: int = 1) -> None:
         """Add the part of a parameter that ``cuts`` describe; refuses different cuts of tied parameters."""
-        parameter, name = _held(module, attribute), _join(path, attribute)
+        parameter, name = _parameter(module, attribute), _join(path, attribute)
         if parameter is None:
             return
-        held = Slice(tuple(parameter.shape), cuts, copy, copies)
-        before = self.slices.setdefault(id(parameter), held)
+        part = Slice(tuple(parameter.shape), cuts, copy, copies)
+        before = self.slices.setdefault(id(parameter), part)
         uses = self.uses.setdefault(id(parameter), {})
-        if before != held:
+        if before != part:
             raise PlanError(
                 f"tensor parallelism: {name!r} and {next(iter(uses.values()))!r} are one parameter, but their styles"
                 " cut it in different ways.\n  Give both the same style, or leave both out (tp_plan)."
@@ -113,26 +113,26 @@ class _Site:
         return _join(self.path, self.attribute) if self.attribute else self.path
 
 
-def find_cuts(
+def plan_sharding(
     model: nn.Module, table: Mapping[str, str] | None, size: int, rank: int = 0, *, divides_sequence: bool = False
 ) -> ShardingPlan:
     """Make the plan of ``rank`` of ``size``; ``table`` is the user's and takes precedence over known tables."""
-    cuts = ShardingPlan(model, size, rank)
+    plan = ShardingPlan(model, size, rank)
     for site in [*_sites(model, table), *(_sequence_sites(model) if divides_sequence else ())]:
         try:
-            _RULES[site.style.name](site, cuts)
+            _RULES[site.style.name](site, plan)
         except PlanError as error:
             if str(error).startswith("tensor parallelism"):
                 raise
             raise PlanError(f"tensor parallelism: {site.name!r} ({site.style}) with tp={size}: {error}") from None
-    if not cuts.slices:
+    if not plan.slices:
         raise PlanError(
             f"tensor parallelism: the table of styles cuts nothing of {type(model).__name__}.\n"
             "  Pass tp_plan={pattern: style} with patterns of its modules, or set tp=1."
         )
-    _check_ties(model, cuts)
-    _check_positions(model, cuts)
-    return cuts
+    _check_ties(model, plan)
+    _check_positions(model, plan)
+    return plan
 
 
 def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
@@ -234,10 +234,10 @@ def known_table(model: nn.Module) -> dict[str, str]:
     return table
 
 
-def _check_ties(model: nn.Module, cuts: ShardingPlan) -> None:
+def _check_ties(model: nn.Module, plan: ShardingPlan) -> None:
     for path, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            uses = cuts.uses.get(id(parameter))
+            uses = plan.uses.get(id(parameter))
             if uses is not None and (id(module), attribute) not in uses:
                 raise PlanError(
                     f"tensor parallelism: {_join(path, attribute)!r} is tied to {next(iter(uses.values()))!r}, which is"
@@ -246,15 +246,15 @@ def _check_ties(model: nn.Module, cuts: ShardingPlan) -> None:
                 )
 
 
-def _check_positions(model: nn.Module, cuts: ShardingPlan) -> None:
+def _check_positions(model: nn.Module, plan: ShardingPlan) -> None:
     """Check layers with divided positions: a forward must sum the partial gradients of replicated parameters."""
     for path, module in model.named_modules():
-        if not cuts.divides_sequence(path):
+        if not plan.divides_sequence(path):
             continue
-        make = cuts.replaced_forwards.get(path)
+        make = plan.replaced_forwards.get(path)
         kind = make.func if isinstance(make, partial) else make
         for attribute, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in cuts.slices and kind not in {SharedParameters, Row}:
+            if id(parameter) not in plan.slices and kind not in {SharedParameters, Row}:
                 raise PlanError(
                     f"tensor parallelism: sequence_parallel=True divides the positions that {_join(path, attribute)!r}"
                     " is used for, but it is left whole (tp_plan).\n"
@@ -267,7 +267,7 @@ def _check_positions(model: nn.Module, cuts: ShardingPlan) -> None:
 
 def _linear(site: _Site) -> tuple[int, int]:
     """Return the dimensions of outputs and inputs in a linear layer's weight."""
-    weight = _held(site.module, "weight")
+    weight = _parameter(site.module, "weight")
     if weight is None or weight.dim() != 2 or isinstance(site.module, nn.Embedding):
         raise PlanError(f"a {type(site.module).__name__} is not a linear layer{_advice_on_wrapper(site)}")
     _check_forward(site.module, nn.Linear, "Conv1D")
@@ -313,44 +313,44 @@ def _check_embedding(module: nn.Module) -> None:
 
 
 def _features(site: _Site, dim: int) -> int:
-    weight = _held(site.module, "weight")
+    weight = _parameter(site.module, "weight")
     assert weight is not None
     return weight.shape[dim]
 
 
-def _cut_outputs(site: _Site, cuts: ShardingPlan, ranges_of: Callable[[int], Ranges]) -> int:
+def _shard_outputs(site: _Site, plan: ShardingPlan, ranges_of: Callable[[int], Ranges]) -> int:
     """Divide a linear layer, or stacked weights (..., outputs, inputs), by outputs; returns the number of outputs."""
     if site.attribute is not None:
-        parameter = _held(site.module, site.attribute)
+        parameter = _parameter(site.module, site.attribute)
         assert parameter is not None
         dim = max(parameter.dim() - 2, 0)
-        cuts.cut(site.module, site.path, site.attribute, Cut(dim, ranges_of(parameter.shape[dim])))
+        plan.shard(site.module, site.path, site.attribute, Cut(dim, ranges_of(parameter.shape[dim])))
         return parameter.shape[dim]
     outputs, _ = _linear(site)
     features = _features(site, outputs)
     ranges = ranges_of(features)
-    cuts.cut(site.module, site.path, "weight", Cut(outputs, ranges))
-    cuts.cut(site.module, site.path, "bias", Cut(0, ranges))
-    cuts.replaced_forwards[site.path] = Column
+    plan.shard(site.module, site.path, "weight", Cut(outputs, ranges))
+    plan.shard(site.module, site.path, "bias", Cut(0, ranges))
+    plan.replaced_forwards[site.path] = Column
     return features
 
 
-def _colwise(site: _Site, cuts: ShardingPlan) -> None:
+def _colwise(site: _Site, plan: ShardingPlan) -> None:
     blocks = site.style.count if site.style.name == "packed_colwise" else 1
-    _cut_outputs(site, cuts, lambda size: even_ranges(size, cuts.size, cuts.rank, blocks=blocks))
+    _shard_outputs(site, plan, lambda size: even_ranges(size, plan.size, plan.rank, blocks=blocks))
 
 
-def _colwise_heads(site: _Site, cuts: ShardingPlan, *, is_shared: bool = False) -> None:
+def _colwise_heads(site: _Site, plan: ShardingPlan, *, is_shared: bool = False) -> None:
     """Divide by heads; with fewer key-value heads than ranks, several ranks have copies of a head."""
     outputs, _ = _linear(site)
     features, parent = _features(site, outputs), site.owner
-    width = getattr(cuts.model.get_submodule(parent), "head_dim", None)
+    width = getattr(plan.model.get_submodule(parent), "head_dim", None)
     if not isinstance(width, int) or features % width:
         raise PlanError(f"{parent!r} does not tell the width of its heads (head_dim).\n  Use colwise (tp_plan).")
-    _drop_own_heads(cuts.model.get_submodule(parent), parent, cuts)
-    heads, size = features // width, cuts.size
+    _drop_own_heads(plan.model.get_submodule(parent), parent, plan)
+    heads, size = features // width, plan.size
     if heads % size == 0:
-        _colwise(site, cuts)
+        _colwise(site, plan)
         return
     if not (is_shared and size % heads == 0):
         advice = "a divisor of it, or a multiple of it" if is_shared else "a divisor of it"
@@ -358,125 +358,125 @@ def _colwise_heads(site: _Site, cuts: ShardingPlan, *, is_shared: bool = False) 
             f"{heads} heads of {width} cannot be divided: {heads} / {size} = {heads / size:.4g}.\n  Set tp to {advice}."
         )
     copies = size // heads
-    head = cuts.rank // copies
+    head = plan.rank // copies
     ranges = ((head * width, (head + 1) * width),)
     for attribute, dim in (("weight", outputs), ("bias", 0)):
-        cuts.cut(site.module, site.path, attribute, Cut(dim, ranges), copy=cuts.rank % copies, copies=copies)
-    cuts.replaced_forwards[site.path] = partial(CopiedColumn, place=(outputs, features, head * width))
-    groups = getattr(cuts.model.get_submodule(parent), "num_key_value_groups", None)
+        plan.shard(site.module, site.path, attribute, Cut(dim, ranges), copy=plan.rank % copies, copies=copies)
+    plan.replaced_forwards[site.path] = partial(CopiedColumn, place=(outputs, features, head * width))
+    groups = getattr(plan.model.get_submodule(parent), "num_key_value_groups", None)
     if isinstance(groups, int):
-        cuts.attributes[parent, "num_key_value_groups"] = groups // copies
+        plan.attributes[parent, "num_key_value_groups"] = groups // copies
 
 
-def _embedding_heads(site: _Site, cuts: ShardingPlan) -> None:
-    weight = _held(site.module, "weight")
+def _embedding_heads(site: _Site, plan: ShardingPlan) -> None:
+    weight = _parameter(site.module, "weight")
     if not isinstance(site.module, nn.Embedding) or weight is None:
         raise PlanError(f"a {type(site.module).__name__} is not an nn.Embedding.\n  Leave it out (tp_plan).")
     _check_embedding(site.module)
-    cuts.cut(site.module, site.path, "weight", Cut(1, even_ranges(weight.shape[1], cuts.size, cuts.rank)))
+    plan.shard(site.module, site.path, "weight", Cut(1, even_ranges(weight.shape[1], plan.size, plan.rank)))
 
 
-def _colwise_vocabulary(site: _Site, cuts: ShardingPlan) -> tuple[int, ...]:
+def _colwise_vocabulary(site: _Site, plan: ShardingPlan) -> tuple[int, ...]:
     """Divide a projection to vocabulary ids by ids; returns the number of ids by rank."""
 
     def own(size: int) -> Ranges:
-        _near_even_sizes(size, cuts.size)  # refuses fewer than ranks
-        return (near_even_range(size, cuts.size, cuts.rank),)
+        _near_even_sizes(size, plan.size)  # refuses fewer than ranks
+        return (near_even_range(size, plan.size, plan.rank),)
 
-    return _near_even_sizes(_cut_outputs(site, cuts, own), cuts.size)
-
-
-def _colwise_gather_output(site: _Site, cuts: ShardingPlan) -> None:
-    cuts.notes.append(f"output of {site.path!r}: gathered, whole on every rank of tp")
-    cuts.replaced_forwards[site.path] = partial(Column, sizes=_colwise_vocabulary(site, cuts))
+    return _near_even_sizes(_shard_outputs(site, plan, own), plan.size)
 
 
-def _vocabulary_head(site: _Site, cuts: ShardingPlan) -> None:
-    cuts.notes.append(
+def _colwise_gather_output(site: _Site, plan: ShardingPlan) -> None:
+    plan.notes.append(f"output of {site.path!r}: gathered, whole on every rank of tp")
+    plan.replaced_forwards[site.path] = partial(Column, sizes=_colwise_vocabulary(site, plan))
+
+
+def _vocabulary_head(site: _Site, plan: ShardingPlan) -> None:
+    plan.notes.append(
         f"output of {site.path!r}: with labels each rank has its part, and .logits is None; else gathered"
     )
-    cuts.replaced_forwards[site.path] = partial(VocabularyHead, sizes=_colwise_vocabulary(site, cuts))
+    plan.replaced_forwards[site.path] = partial(VocabularyHead, sizes=_colwise_vocabulary(site, plan))
 
 
-def _vocabulary_loss(site: _Site, cuts: ShardingPlan) -> None:
+def _vocabulary_loss(site: _Site, plan: ShardingPlan) -> None:
     head = _join(site.path.rpartition(".")[0], site.style.argument)
-    cuts.notes.append(f"output of {head!r}: with targets each rank has its part; else gathered")
-    found = [mark for parameter, mark in cuts.slices.items() if _join(head, "weight") in cuts.uses[parameter].values()]
+    plan.notes.append(f"output of {head!r}: with targets each rank has its part; else gathered")
+    found = [mark for parameter, mark in plan.slices.items() if _join(head, "weight") in plan.uses[parameter].values()]
     if not found:
         raise PlanError(f"{head!r} is not divided by its ids.\n  Give it the style colwise_vocabulary, before this.")
-    cuts.replaced_forwards[site.path] = partial(GPTLoss, sizes=_near_even_sizes(found[0].shape[0], cuts.size))
+    plan.replaced_forwards[site.path] = partial(GPTLoss, sizes=_near_even_sizes(found[0].shape[0], plan.size))
 
 
-def _rowwise(site: _Site, cuts: ShardingPlan, *, splits: bool = False) -> None:
+def _rowwise(site: _Site, plan: ShardingPlan, *, splits: bool = False) -> None:
     if site.attribute is not None:
-        parameter = _held(site.module, site.attribute)
+        parameter = _parameter(site.module, site.attribute)
         assert parameter is not None
         dim = parameter.dim() - 1
-        cuts.cut(
-            site.module, site.path, site.attribute, Cut(dim, even_ranges(parameter.shape[dim], cuts.size, cuts.rank))
+        plan.shard(
+            site.module, site.path, site.attribute, Cut(dim, even_ranges(parameter.shape[dim], plan.size, plan.rank))
         )
         return
     _, inputs = _linear(site)
     features = _features(site, inputs)
-    cuts.cut(site.module, site.path, "weight", Cut(inputs, even_ranges(features, cuts.size, cuts.rank)))
-    cuts.replaced_forwards[site.path] = partial(Row, sizes=(features // cuts.size,) * cuts.size if splits else None)
+    plan.shard(site.module, site.path, "weight", Cut(inputs, even_ranges(features, plan.size, plan.rank)))
+    plan.replaced_forwards[site.path] = partial(Row, sizes=(features // plan.size,) * plan.size if splits else None)
 
 
-def _embedding_rowwise(site: _Site, cuts: ShardingPlan) -> None:
+def _embedding_rowwise(site: _Site, plan: ShardingPlan) -> None:
     module = site.module
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
         raise PlanError("only an nn.Embedding without max_norm and sparse gradients can be cut by its ids.")
     if module.scale_grad_by_freq:
         raise PlanError("an embedding with scale_grad_by_freq counts ids that other ranks hold.")
     _check_embedding(module)
-    _near_even_sizes(module.num_embeddings, cuts.size)
-    start, stop = near_even_range(module.num_embeddings, cuts.size, cuts.rank)
-    cuts.cut(module, site.path, "weight", Cut(0, ((start, stop),)))
-    cuts.replaced_forwards[site.path] = partial(VocabularyEmbedding, start=start, stop=stop)
+    _near_even_sizes(module.num_embeddings, plan.size)
+    start, stop = near_even_range(module.num_embeddings, plan.size, plan.rank)
+    plan.shard(module, site.path, "weight", Cut(0, ((start, stop),)))
+    plan.replaced_forwards[site.path] = partial(VocabularyEmbedding, start=start, stop=stop)
 
 
-def _divide(site: _Site, cuts: ShardingPlan) -> None:
+def _divide(site: _Site, plan: ShardingPlan) -> None:
     for name in site.style.names:
         value = getattr(site.module, name, None)
         if isinstance(value, bool) or not isinstance(value, int):
             raise PlanError(f"{type(site.module).__name__} has no number {name!r} to divide.\n  Name one that it has.")
-        if value % cuts.size:
+        if value % plan.size:
             divisors = ", ".join(str(degree) for degree in range(1, value + 1) if value % degree == 0)
             raise PlanError(
-                f"{name}={value} is not divisible: {value} / {cuts.size} = {value / cuts.size:.4g}.\n"
+                f"{name}={value} is not divisible: {value} / {plan.size} = {value / plan.size:.4g}.\n"
                 f"  Set tp to one of {divisors}."
             )
-        cuts.attributes[site.path, name] = value // cuts.size
-    _drop_own_heads(site.module, site.path, cuts)
+        plan.attributes[site.path, name] = value // plan.size
+    _drop_own_heads(site.module, site.path, plan)
 
 
-def _drop_own_heads(attention: nn.Module, path: str, cuts: ShardingPlan) -> None:
-    if drops(attention):
-        cuts.replaced_forwards[path] = HeadDropout
+def _drop_own_heads(attention: nn.Module, path: str, plan: ShardingPlan) -> None:
+    if has_attention_dropout(attention):
+        plan.replaced_forwards[path] = HeadDropout
 
 
-def _dropout_features(site: _Site, cuts: ShardingPlan) -> None:
+def _dropout_features(site: _Site, plan: ShardingPlan) -> None:
     if not isinstance(site.module, nn.Dropout):
         raise PlanError(f"a {type(site.module).__name__} is not an nn.Dropout.\n  Leave it out (tp_plan).")
-    cuts.replaced_forwards[site.path] = FeatureDropout
+    plan.replaced_forwards[site.path] = FeatureDropout
 
 
-def _sequence(site: _Site, cuts: ShardingPlan) -> None:
+def _sequence(site: _Site, plan: ShardingPlan) -> None:
     if hasattr(site.module, "crossattention"):
         raise PlanError("sequence_parallel=True does not go with cross-attention.\n  Set sequence_parallel=False.")
-    cuts.sequence.setdefault(site.style.name, []).append(site.path)
+    plan.sequence.setdefault(site.style.name, []).append(site.path)
 
 
-def _sequence_last_norm(site: _Site, cuts: ShardingPlan) -> None:
-    cuts.sequence.setdefault("sequence_end", []).append(site.path)
-    cuts.replaced_forwards[site.path] = SharedParameters
+def _sequence_last_norm(site: _Site, plan: ShardingPlan) -> None:
+    plan.sequence.setdefault("sequence_end", []).append(site.path)
+    plan.replaced_forwards[site.path] = SharedParameters
 
 
 def _replaced_by(kind: MakeForward) -> Callable[[_Site, ShardingPlan], None]:
     """Make the rule of a style that only replaces a module's forward."""
 
-    def replace(site: _Site, cuts: ShardingPlan) -> None:
-        cuts.replaced_forwards[site.path] = kind
+    def replace(site: _Site, plan: ShardingPlan) -> None:
+        plan.replaced_forwards[site.path] = kind
 
     return replace
 
@@ -506,7 +506,7 @@ _RULES: dict[str, Callable[[_Site, ShardingPlan], Any]] = {
     "sequence_input": _sequence,
     "sequence_whole": _sequence,
     "sequence_dropout": _replaced_by(SequenceDropout),
-    "replicate": lambda _site, _cuts: None,
+    "replicate": lambda _site, _plan: None,
 }
 
 
@@ -517,7 +517,7 @@ def _near_even_sizes(size: int, parts: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in edges)
 
 
-def _held(module: nn.Module, attribute: str) -> nn.Parameter | None:
+def _parameter(module: nn.Module, attribute: str) -> nn.Parameter | None:
     return dict(module.named_parameters(recurse=False, remove_duplicate=False)).get(attribute)
 
 
