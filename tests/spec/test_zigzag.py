@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.spec.traffic.context import chunks_of, own_ranges, padded_length, part_of
+from shardwise.spec.traffic.context import chunks_of, own_ranges, padded_length, ring_part
 
 sizes = st.integers(1, 9)
 
@@ -31,7 +31,7 @@ def test_the_parts_are_what_causal_attention_looks_at_and_the_same_work_on_every
     for rank in range(size):
         scores = 0
         for source in range(size):
-            rows, columns, is_causal = part_of(rank, source, length, is_causal=True)
+            rows, columns, is_causal = ring_part(rank, source, length, is_causal=True)
             seen = {
                 (places[rank][row], places[source][column])
                 for row in range(length)[rows]

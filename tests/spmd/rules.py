@@ -39,7 +39,7 @@ from torch import Tensor
 from shardwise.api.data_parallel import _Spread
 from shardwise.engine.extensions.batch_norm import _Normalize
 from shardwise.parallel.context.ring import _Attention
-from shardwise.parallel.context.root import _Join, _MeanLoss
+from shardwise.parallel.context.root import _GatherPositions, _MeanLoss
 from shardwise.parallel.experts.route import _Combine, _Dispatch
 from shardwise.parallel.pipeline.weight_grad_store import _Add, _Linear
 from shardwise.parallel.sharded_embedding.rows import _Lookup
@@ -210,7 +210,7 @@ RULES: dict[type[torch.autograd.Function], Any] = {
     _CrossEntropy: _cross_entropy,
     _Attention: _attention,
     _MeanLoss: _mean_loss,
-    _Join: _join,
+    _GatherPositions: _join,
     _Dispatch: _dispatch,
     _Combine: _combine,
     _Lookup: _lookup,

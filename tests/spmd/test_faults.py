@@ -275,7 +275,7 @@ def of_own_rank(old: Any, ctx: Any, grad: Any) -> Any:
 
 def of_first_choice(old: Any, ctx: Any, grad: Any) -> Any:
     del old
-    return route._placed(route._return(grad, ctx.route), ctx.route)[0], None
+    return route._scatter_to_choices(route._send_back(grad, ctx.route), ctx.route)[0], None
 
 
 def summed_input_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -331,7 +331,7 @@ BACKWARDS: dict[str, tuple[str, Plant]] = {
     "cross entropy: twice": ("_CrossEntropy", backward(loss._CrossEntropy)(twice)),
     "ring: keys and values of other ranks": ("_Attention", keys_of_others_forgotten),
     "mean loss: not weighted by targets": ("_MeanLoss", backward(root._MeanLoss)(unweighted)),
-    "join: this rank's part": ("_Join", backward(root._Join)(of_own_rank)),
+    "join: this rank's part": ("_GatherPositions", backward(root._GatherPositions)(of_own_rank)),
     "dispatch: of a token's first choice": ("_Dispatch", backward(route._Dispatch)(of_first_choice)),
     "lookup: not averaged": ("_Lookup", backward(rows._Lookup)(twice)),
     "batch norm: means of own samples": ("_Normalize", means_of_own_samples),

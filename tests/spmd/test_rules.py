@@ -26,7 +26,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.record import RecordComm
 from shardwise.engine.extensions.batch_norm import _Normalize
 from shardwise.parallel.context.ring import Ring
-from shardwise.parallel.context.root import Division, _MeanLoss, in_order
+from shardwise.parallel.context.root import Division, _MeanLoss, reorder_positions
 from shardwise.parallel.experts import route
 from shardwise.parallel.sharded_embedding.rows import RowShardedEmbedding, _distinct, _Lookup, _Route
 from shardwise.parallel.tensor import mappings
@@ -62,7 +62,7 @@ class Cut:
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         if self.is_paired:
-            return in_order([part.movedim(self.dim, 1) for part in parts]).movedim(1, self.dim)
+            return reorder_positions([part.movedim(self.dim, 1) for part in parts]).movedim(1, self.dim)
         return torch.cat(list(parts), self.dim)
 
 
@@ -224,7 +224,7 @@ def cases_of_cp(n: int) -> list[Case]:
             lambda losses: (losses * counts).sum() / counts.sum(),
             factor=n,
         ),
-        Case("_Join", joined, ((random(2, 4 * n, 3), Cut(1, is_paired=True)),), R, same),
+        Case("_GatherPositions", joined, ((random(2, 4 * n, 3), Cut(1, is_paired=True)),), R, same),
     ]
 
 

@@ -360,13 +360,13 @@ class _ForwardMethod(Replacement):
         module = self.module
         attachment = attachment_of(module)
         if attachment is None:
-            return self.own(*args, **kwargs)
+            return self.original(*args, **kwargs)
         engine, unit = attachment.engine, attachment.unit
         member = next(member for member in unit.members if member.module() is module)
         output = None
         engine.before_forward(unit, member, f"{member.path}.{self.method}()")
         try:
-            output = self.own(*args, **kwargs)
+            output = self.original(*args, **kwargs)
         finally:
             engine.after_forward(unit, member, output)
         return output

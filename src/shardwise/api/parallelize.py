@@ -30,8 +30,8 @@ from shardwise.launch.world import ranks_per_machine
 from shardwise.parallel.context.apply import divide_sequences
 from shardwise.parallel.experts.layer import Mixture, apply_experts, own_experts
 from shardwise.parallel.pipeline.pipelined import Pipelined
-from shardwise.parallel.sharded_embedding.rows import spread_rows
-from shardwise.parallel.tensor.agreement import Agreement, Copies
+from shardwise.parallel.sharded_embedding.rows import shard_rows
+from shardwise.parallel.tensor.agreement import BatchCheck, GradientCheck
 from shardwise.parallel.tensor.apply import apply_sharding, part_of
 from shardwise.parallel.tensor.sharding_plan import ShardingPlan, plan_sharding
 from shardwise.spec.errors import PlanError
@@ -172,9 +172,9 @@ def apply_plan(
     notes = divide(model, prepared, comms, pipelined=pipelined, source=source)
     if pipelined is not None:
         notes += pipelined.notes
-        pipelined.drop_foreign(model)
+        pipelined.drop_other_stages(model)
         prepared = prepared.kept_in(model)
-    notes += spread_rows(
+    notes += shard_rows(
         prepared.tables,
         comms.world,
         lambda path, table: prepared.policies.group_dtypes(table.weight, [(table, path, "weight")])[:2],
@@ -265,8 +265,8 @@ def divide(
     if tp is not None and cuts is not None:
         apply_sharding(model, cuts, tp)
         if tp.device.type != "meta":
-            Agreement(tp).install(model)
-            Copies(tp).install(model, divides_sequence=plan.sequence_parallel)
+            BatchCheck(tp).install(model)
+            GradientCheck(tp).install(model, divides_sequence=plan.sequence_parallel)
         notes += cuts.notes
     if comms.cp is not None:
         multiple = plan.tp if plan.sequence_parallel else 1
@@ -294,7 +294,7 @@ def _fill(  # noqa: PLR0917 - all that divides a parameter
     may change how a module would initialize them. Parameters that this rank will drop are not filled.
     """
     own = own_experts(mixtures, comms.ep) if comms.ep is not None else {}
-    held = None if pipelined is None else pipelined.held_parameters(model)
+    held = None if pipelined is None else pipelined.own_parameters(model)
 
     def is_cut(parameter: nn.Parameter) -> bool:
         rows = own.get(id(parameter), slice(None))

@@ -211,4 +211,4 @@ class _Synced(Replacement):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "synced_gpus" not in self.__signature__.bind_partial(*args, **kwargs).arguments:
             kwargs["synced_gpus"] = True
-        return self.own(*args, **kwargs)
+        return self.original(*args, **kwargs)

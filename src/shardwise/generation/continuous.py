@@ -62,7 +62,7 @@ class ContinuousBatcher:
         self._make_decoder(1, (0,), None).check_joins()
         pipelined = pipelined_of(model)
         #: Number of batches, which take turns: 0, 1, ..., 0, 1, ...
-        self.num_batches = 1 if pipelined is None else len(pipelined.around()[2])
+        self.num_batches = 1 if pipelined is None else len(pipelined.layout()[2])
 
     def run(self, decide: Decide | None, report: Report | None = None) -> None:
         """Generate until ``decide`` ends it. The model is in eval mode during the call.
@@ -80,7 +80,7 @@ class ContinuousBatcher:
 
     def _run(self, decide: Decide | None, report: Report | None, world: Comm | None, device: torch.device) -> None:
         pipelined = pipelined_of(self._model)
-        runner: Runner = WholeModel(self._model) if pipelined is None else Stages(self._model, (), *pipelined.around())
+        runner: Runner = WholeModel(self._model) if pipelined is None else Stages(self._model, (), *pipelined.layout())
         batches = [
             RunningBatch(index, self._make_decoder, runner, device, self.positions) for index in range(self.num_batches)
         ]

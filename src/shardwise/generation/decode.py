@@ -228,7 +228,7 @@ class _Call:
         ]
         if pipelined is None:
             return split, chunks, WholeModel(self._model, chunks)
-        return split, chunks, Stages(self._model, chunks, *pipelined.around())
+        return split, chunks, Stages(self._model, chunks, *pipelined.layout())
 
 
 class _Columns:

@@ -177,7 +177,7 @@ class Stages(Runner):
             sends += [(tensor.detach().contiguous().view(-1), to, unit) for tensor in tensors]
         for stage, index, flow in expected:
             device = self._pipeline.device
-            buffers = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in flow.learned[stage]]
+            buffers = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in flow.announced[stage]]
             self._inputs[stage, index] = buffers
             receives += [(each.view(-1), self._ranks[stage], f"activation of stage {stage}") for each in buffers]
         if not sends and not receives:
@@ -236,21 +236,21 @@ class Stages(Runner):
         receives: list[Message] = []
         headers = []
         for (stage, _, flow), tensors in self._to_send:
-            if stage not in flow.learned:
-                flow.learned[stage] = tuple(
+            if stage not in flow.announced:
+                flow.announced[stage] = tuple(
                     BoundaryTensor(tuple(t.shape), t.dtype, requires_grad=False) for t in tensors
                 )
-                message = header(stage, flow.learned[stage], self._pipeline.device)
+                message = header(stage, flow.announced[stage], self._pipeline.device)
                 sends.append((message.view(-1), self._ranks[stage + 1], f"shapes of stage {stage}"))
         for stage, _, flow in expected:
-            if stage not in flow.learned:
+            if stage not in flow.announced:
                 message = empty_header(len(flow.boundary[stage]), self._pipeline.device)
                 headers.append((stage, flow, message))
                 receives.append((message.view(-1), self._ranks[stage], f"shapes of stage {stage}"))
         if sends or receives:
             self._comm.exchange(sends, receives).wait()
         for stage, flow, message in headers:
-            flow.learned[stage] = read_header(message)
+            flow.announced[stage] = read_header(message)
 
 
 def round_up_length(length: int) -> int:

@@ -207,7 +207,7 @@ class Scorer:
             Those of a forward for each batch; with a pipeline a broadcast of the result from the last stage.
         """
         model, pipelined = self._model, self._pipelined
-        runner: Runner = WholeModel(model) if pipelined is None else Stages(model, (), *pipelined.around())
+        runner: Runner = WholeModel(model) if pipelined is None else Stages(model, (), *pipelined.layout())
         every = [self._batch(index, [rows[row] for row in batch]) for index, batch in enumerate(batches)]
         every += [self._batch(index, []) for index in range(len(every), num_batches)]
         for batch in every:
@@ -224,7 +224,7 @@ class Scorer:
             shape = _num_scored(rows, batches), 2 + 2 * self._num_top
             found_NW = torch.empty(shape, dtype=torch.float64, device=self._device)
         if pipelined is not None and len(found_NW):
-            _, comm, ranks = pipelined.around()
+            _, comm, ranks = pipelined.layout()
             comm.broadcast(found_NW.view(-1), root=ranks[-1], unit="scores").wait()
         return found_NW
 

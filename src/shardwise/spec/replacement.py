@@ -33,7 +33,7 @@ class Replacement(Uncopyable):
         """The module. It exists during a call, because the caller has a reference to it."""
         return self._module()
 
-    def own(self, *args: Any, **kwargs: Any) -> Any:
+    def original(self, *args: Any, **kwargs: Any) -> Any:
         """Call the replaced method."""
         if self._replaced is not None:
             return self._replaced(*args, **kwargs)

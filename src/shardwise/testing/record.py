@@ -23,7 +23,7 @@ from shardwise.optim.clip import clip_grad_norm
 from shardwise.parallel.experts.layer import RoutedMixture
 from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.parallel.pipeline.stage_module import Placeholder
-from shardwise.parallel.tensor.agreement import Copies
+from shardwise.parallel.tensor.agreement import GradientCheck
 from shardwise.parallel.tensor.layer import Experts
 from shardwise.spec.plan import ParallelPlan
 from shardwise.testing.one_process import Job, OneProcess
@@ -118,7 +118,7 @@ def record_plan(
         Those of training. All ranks must call.
     """
     # The engine's comparison of copies is switched off: it would end a run that the record can explain.
-    with mock.patch.object(Copies, "install"), _same_random_numbers():
+    with mock.patch.object(GradientCheck, "install"), _same_random_numbers():
         model = parallelize(job.build_model(), plan)
         optimizer = job.make_optimizer(model)
         for readers in job.parts[:step]:
@@ -160,7 +160,7 @@ def _buffers(model: nn.Module, step: int) -> Iterable[tuple[str, Tensor]]:
 
 def _of_several_stages(model: nn.Module) -> set[str]:
     pipelined = pipelined_of(model)
-    modules = [] if pipelined is None else pipelined.around()[0].modules
+    modules = [] if pipelined is None else pipelined.layout()[0].modules
     spread = [path for module in modules if module.stage is None for path in module.paths]
     return {path for path, _ in model.named_modules() if any(f"{path}.".startswith(f"{each}.") for each in spread)}
 
@@ -168,7 +168,7 @@ def _of_several_stages(model: nn.Module) -> set[str]:
 def _around_stages(model: nn.Module) -> Iterator[str]:
     """Paths of modules whose calls have no meaning: those that enclose a pipeline's stage modules, and placeholders."""
     pipelined = pipelined_of(model)
-    modules = [] if pipelined is None else pipelined.around()[0].modules
+    modules = [] if pipelined is None else pipelined.layout()[0].modules
     paths = [path for module in modules for path in module.paths]
     for path, module in model.named_modules():
         is_around = any(each.startswith(f"{path}." if path else "") and each != path for each in paths)

@@ -71,7 +71,7 @@ class BegunAnew(Division):
         self.places_T = self.positions_T
         self.positions_T = torch.arange(len(self.places_T))
 
-    def own(self, whole_BT: Tensor) -> Tensor:
+    def own_positions(self, whole_BT: Tensor) -> Tensor:
         return whole_BT.index_select(1, self.places_T)
 
 

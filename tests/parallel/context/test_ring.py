@@ -19,7 +19,7 @@ from shardwise.comm.stall import Stamp
 from shardwise.engine.extensions import selective
 from shardwise.parallel.context import kernel
 from shardwise.parallel.context.ring import Ring
-from shardwise.parallel.context.root import Division, in_order
+from shardwise.parallel.context.root import Division, reorder_positions
 from tests.common.products import FAMILIES, Products
 from tests.common.written import Written
 
@@ -73,10 +73,10 @@ def by_ring(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, size: int, is_caus
 
     def run(comm: Comm) -> None:
         division = Division(q.shape[1], comm, multiple=1, device=q.device)
-        leaves = [division.own(t).requires_grad_() for t in (q, k, v)]
+        leaves = [division.own_positions(t).requires_grad_() for t in (q, k, v)]
         turned = [t.transpose(1, 2) for t in leaves]
         out = Ring(comm, "test")(*turned, scale=0.3, is_causal=is_causal).transpose(1, 2)
-        out.backward(division.own(grad))
+        out.backward(division.own_positions(grad))
         found[comm.rank] = [out.detach(), *(leaf.grad for leaf in leaves)]
 
     threads = [threading.Thread(target=run, args=(comm,)) for comm in ring_of(size)]
@@ -84,7 +84,7 @@ def by_ring(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, size: int, is_caus
         thread.start()
     for thread in threads:
         thread.join()
-    return [in_order(parts) for parts in zip(*found, strict=True)]
+    return [reorder_positions(parts) for parts in zip(*found, strict=True)]
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -294,7 +294,7 @@ def test_rows_that_are_in_order_are_not_put_into_it():
 
 
 def compare_with_a_mistake(mistake: str, limits: Tolerance) -> None:
-    make, returned = engine.Group, expert_route._return
+    make, returned = engine.Group, expert_route._send_back
 
     def by_fewer(*args: object, **given: object) -> object:
         group = make(*args, **given)
@@ -308,7 +308,7 @@ def compare_with_a_mistake(mistake: str, limits: Tolerance) -> None:
     with (
         mock.patch.object(engine, "Group", by_fewer)
         if mistake == "divisor of the ranks that share experts"
-        else mock.patch.object(expert_route, "_return", in_order_of_arrival)
+        else mock.patch.object(expert_route, "_send_back", in_order_of_arrival)
     ):
         compare(Mixture(strategy="ddp"), steps=5, limits=limits)
 

@@ -13,7 +13,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.record import RecordComm
 from shardwise.parallel.context.apply import _check_values
 from shardwise.parallel.pipeline.pipelined import Pipelined
-from shardwise.parallel.pipeline.stage import Agreement
+from shardwise.parallel.pipeline.stage import StepCheck
 from shardwise.spec.errors import StateError
 from shardwise.weights.state.optimizer import as_numbers
 
@@ -33,7 +33,7 @@ class OnDevice(RecordComm):
 def test_ranks_of_a_pipeline_agree_without_the_device():
     comm: Any = OnDevice()
     with comm.record() as on_device, comm.for_host.record() as on_host:
-        assert Agreement(comm, "step", "shown", b"trained").wait() > 0
+        assert StepCheck(comm, "step", "shown", b"trained").wait() > 0
         rank: Any = SimpleNamespace(_comm=comm)
         engine: Any = SimpleNamespace(comms=SimpleNamespace(control=RecordComm("dp", rank=0, size=1), num_ranks=1))
         engine.comms.control.device = torch.device("meta")

@@ -299,10 +299,10 @@ def test_marks_go_with_memory():
     marks, other = FlowMarks(lambda read: ValueError(f"reads {read}")), torch.ones(3)
     marks.add(tensor := torch.ones(2, 3, requires_grad=True), {"a"})
     marks.add(other, {"b"})
-    with marks.follow():
+    with marks.propagate():
         assert marks.of([(tensor.detach()[0] + other).round()]) == {"a", "b"}
         assert marks.of([tensor.data, torch.empty_like(tensor), 3]) == {"a"}
-        with marks.aside():
+        with marks.paused():
             assert not marks.of([tensor * 2])
         with pytest.raises(ValueError, match=r"reads \{'b'\}"):
             assert other.sum() > 0

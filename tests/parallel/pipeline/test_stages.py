@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.api.train_step import forward_loss
 from shardwise.parallel.pipeline.pipelined import find_stages
 from shardwise.parallel.pipeline.stage import Stages
-from shardwise.parallel.pipeline.stage_module import Placeholder, drop_foreign, make_meta_copy
+from shardwise.parallel.pipeline.stage_module import Placeholder, drop_other_stages, make_meta_copy
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.schedule import PipelinePolicy
 
@@ -25,7 +25,7 @@ def split(model, num_stages, first_of_stage=()):
     for stage, part in enumerate(models):
         modules = find_stages(part, PipelinePolicy(first_of_stage=first_of_stage), num_stages)
         copied = make_meta_copy(part, modules)
-        drop_foreign(part, modules, {stage})
+        drop_other_stages(part, modules, {stage})
         found.append((part, Stages(part, copied, modules, num_stages, device=torch.device("cpu"), comm=None)))
     return found
 

@@ -32,7 +32,7 @@ def test_weights_come_later_and_are_the_same_to_the_last_bit():
     microbatches = [torch.randn(2, 3, 6, requires_grad=True) for _ in range(3)]
     for index, x in enumerate(microbatches):
         mine = x.detach().requires_grad_()
-        with store.keep_for((0, index)):
+        with store.store_for((0, index)):
             loss = model(mine)
         loss.backward()
         plain(x).backward()
@@ -51,7 +51,7 @@ def test_a_bias_that_is_added_after_the_layer_comes_later():
     store = WeightGradStore(())
     weight, bias = torch.randn(6, 4, requires_grad=True), torch.randn(4, requires_grad=True)
     x = torch.randn(2, 3, 6, requires_grad=True)
-    with store.keep_for((0, 0)):
+    with store.store_for((0, 0)):
         total = store.linear(x, weight, None, is_transposed=True).clone()
         y = store.add(total, bias)
     y.square().sum().backward()
@@ -71,7 +71,7 @@ def test_a_model_may_write_to_what_a_layer_gives():
     layer, x = nn.Linear(6, 4), torch.randn(2, 3, 6, requires_grad=True)
     expected = torch.autograd.grad(layer(x).mul_(2).relu_().sum(), (x, layer.weight, layer.bias))
     store = WeightGradStore([layer])
-    with store.keep_for((0, 0)):
+    with store.store_for((0, 0)):
         loss = layer(input=x).mul_(2).relu_().sum()
     loss.backward()
     store.compute((0, 0))
@@ -88,7 +88,7 @@ def test_what_is_computed_from_other_parameters_gets_its_gradient_from_autograd(
     layer = nn.Linear(4, 4)
     torch.nn.utils.parametrize.register_parametrization(layer, computed, Half())
     store = WeightGradStore([layer])
-    with store.keep_for((0, 0)):
+    with store.store_for((0, 0)):
         loss = layer(torch.randn(2, 4)).square().sum()
     loss.backward()
     store.compute((0, 0))

@@ -378,9 +378,9 @@ class _Offloaded(Replacement):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         offload = self._offload
         if not torch.is_grad_enabled() or offload.is_open or torch_private.current_backward() != -1:
-            return self.own(*args, **kwargs)
+            return self.original(*args, **kwargs)
         try:
             with offload.begin():
-                return self.own(*args, **kwargs)
+                return self.original(*args, **kwargs)
         finally:
             offload.end()

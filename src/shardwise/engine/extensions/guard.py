@@ -292,7 +292,7 @@ class _RebuildGuard(Replacement):
                 f"{self.method}() of {type(self.module).__name__}, which is parallelized: it would make new weights"
                 f" from this rank's shards.\n  {advice}"
             )
-        return self.own(*args, **kwargs)
+        return self.original(*args, **kwargs)
 
 
 class _GuardedApply(Replacement):
@@ -314,7 +314,7 @@ class _GuardedApply(Replacement):
                         f" {probe.device} to {result.dtype} on {result.device}.\n"
                         "  Convert or move the model before sw.parallelize()."
                     )
-        return self.own(fn, recurse)
+        return self.original(fn, recurse)
 
 
 def refuse_wrappers(root: nn.Module) -> None:

@@ -117,12 +117,12 @@ class _Recomputed(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self.own(*args, **kwargs)
+            return self.original(*args, **kwargs)
         args, kwargs = _without_caches(self.module, args, kwargs)
 
         # The keywords are passed as one argument, because torch looks there for devices whose generators it must save.
         def run(keywords: dict[str, Any], *positional: Any) -> Any:
-            return self.own(*positional, **keywords)
+            return self.original(*positional, **keywords)
 
         return checkpoint(run, kwargs, *args, use_reentrant=False, context_fn=self._context_fn)
 

@@ -81,16 +81,16 @@ _FLAGS = ("use_cache", "output_attentions", "output_hidden_states", "output_rout
 #: Names of the argument for the key-value cache in transformers: since 5.24, and before.
 CACHE_NAMES = ("cache", "past_key_values")
 #: Arguments of attention that the ring does not support.
-_FOREIGN = ("softcap", "sliding_window", "s_aux", "position_bias", "cache")
+_UNSUPPORTED = ("softcap", "sliding_window", "s_aux", "position_bias", "cache")
 
 
 def is_causal_model(model: nn.Module) -> bool:
     """Whether a model is of transformers, computes the next-token loss, and calls attention by name."""
     if "transformers" not in sys.modules or not getattr(model, "_supports_attention_backend", False):
         return False
-    takes = inspect.signature(type(model).forward).parameters
+    names = set(inspect.signature(type(model).forward).parameters)
     loss = getattr(model, "loss_function", None)
-    return {"input_ids", "labels", "position_ids"} <= set(takes) and getattr(loss, "__name__", "") == "ForCausalLMLoss"
+    return {"input_ids", "labels", "position_ids"} <= names and getattr(loss, "__name__", "") == "ForCausalLMLoss"
 
 
 def check_config(model: nn.Module) -> None:
@@ -162,11 +162,11 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention with the registry's signature: (B, H, T, D) to (B, T, H, D)."""
-    foreign = [name for name in _FOREIGN if kwargs.get(name) is not None]
-    foreign += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
-    if foreign or is_causal is False:
+    unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    unsupported += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
+    if unsupported or is_causal is False:
         raise StateError(
-            f"cp: {type(module).__name__} asks for attention with {', '.join(foreign) or 'is_causal=False'}; a ring"
+            f"cp: {type(module).__name__} asks for attention with {', '.join(unsupported) or 'is_causal=False'}; a ring"
             " computes plain causal attention.\n  Set cp=1 for this model."
         )
     ring = module.__dict__.get(_RING)
@@ -192,27 +192,28 @@ class CausalRoot(Root):
         given = {name: value for name, value in given.items() if value is not None}
         is_scored = bool(given.get("logits_to_keep")) and not torch.is_grad_enabled()
         if is_scored or given.get("use_cache") or any(name in given for name in CACHE_NAMES):
-            if torch.is_grad_enabled() and not self.is_alone:
+            if torch.is_grad_enabled() and not self.is_dry_run:
                 raise StateError(
                     f"cp: {type(self.module).__name__} was called with a key-value cache in training.\n"
                     "  Leave use_cache and the cache out, or generate under torch.no_grad()."
                 )
             with _without_rings(self.module, self._attention):
-                return self.own(**given)
+                return self.original(**given)
         self._check(given)
         next_BT = _next_tokens(given)
         _check_values(type(self.module).__name__, given, next_BT)
         division = self.divide(given["input_ids"], next_BT)
-        call = {name: division.own(given[name]) for name in ("input_ids", "token_type_ids") if name in given}
+        own = division.own_positions
+        call = {name: own(given[name]) for name in ("input_ids", "token_type_ids") if name in given}
         positions_BT = given.get("position_ids")
-        call["position_ids"] = division.positions_T[None] if positions_BT is None else division.own(positions_BT)
+        call["position_ids"] = division.positions_T[None] if positions_BT is None else own(positions_BT)
         call |= {"use_cache": False} | {name: given[name] for name in ("return_dict",) if name in given}
         if next_BT is None or "labels" not in given:
-            return _changed(self.own(**call), "logits", lambda logits: division.join(logits, "logits"))
+            return _with_value(self.original(**call), "logits", lambda logits: division.join(logits, "logits"))
         own_BT = division.own_targets(next_BT)
-        output = self.own(**call, labels=own_BT, shift_labels=own_BT)
+        output = self.original(**call, labels=own_BT, shift_labels=own_BT)
         divisor = given.get("num_items_in_batch")
-        output = _changed(output, "loss", lambda loss: division.mean_loss(loss, own_BT, next_BT, divisor))
+        output = _with_value(output, "loss", lambda loss: division.mean_loss(loss, own_BT, next_BT, divisor))
         if isinstance(output, tuple):
             return output[:1]
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
@@ -266,7 +267,7 @@ def _check_values(name: str, given: dict[str, Any], next_BT: Tensor | None) -> N
         )
 
 
-def _changed(output: Any, name: str, change: Any) -> Any:
+def _with_value(output: Any, name: str, change: Any) -> Any:
     """Return ``output`` with its loss or logits (the first value) changed."""
     if isinstance(output, tuple):
         return (change(output[0]), *output[1:])

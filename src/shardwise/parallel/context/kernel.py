@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums over blocks."""
     return torch.float32 if dtype in {torch.float16, torch.bfloat16} else dtype
 
@@ -90,7 +90,7 @@ def is_fused(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, *, is_causal: bool) -> Tensor:
-    scores = (q.to(wide(q.dtype)) * scale) @ k.to(wide(q.dtype)).transpose(-2, -1)
+    scores = (q.to(sum_dtype(q.dtype)) * scale) @ k.to(sum_dtype(q.dtype)).transpose(-2, -1)
     if not is_causal:
         return scores
     is_past = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()

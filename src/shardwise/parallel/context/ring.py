@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm.base import Comm
-from shardwise.parallel.context.kernel import attend, attend_backward, wide
-from shardwise.spec.traffic.context import part_of
+from shardwise.parallel.context.kernel import attend, attend_backward, sum_dtype
+from shardwise.spec.traffic.context import ring_part
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Ring:
         scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
         return _Attention.apply(q_BHTD, k_BHTD, v_BHTD, self, scale, is_causal)
 
-    def pass_on(self, block: Tensor) -> Callable[[], Tensor]:
+    def start_rotation(self, block: Tensor) -> Callable[[], Tensor]:
         """Start to send ``block`` to the next rank, and to receive a block of that size from the previous one.
 
         Returns:
@@ -68,14 +68,14 @@ class Ring:
         sends = [(block, (rank + 1) % size, self.unit)]
         handle = self.comm.exchange(sends, [(received, (rank - 1) % size, self.unit)])
 
-        def arrived() -> Tensor:
+        def wait() -> Tensor:
             handle.wait()
             return received
 
-        return arrived
+        return wait
 
 
-class _Pair:
+class _KeyValue:
     """Keys and values, or their gradients, in one flat buffer, so that they are sent in one message."""
 
     def __init__(self, k: Tensor, v: Tensor, flat: Tensor) -> None:
@@ -85,7 +85,7 @@ class _Pair:
         self.v = flat[k.numel() :].view(v.shape)
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor) -> _Pair:
+    def of(cls, k: Tensor, v: Tensor) -> _KeyValue:
         """Make a copy of keys and values."""
         pair = cls(k, v, k.new_empty(k.numel() + v.numel()))
         pair.k.copy_(k)
@@ -93,13 +93,13 @@ class _Pair:
         return pair
 
     @classmethod
-    def zeros(cls, k: Tensor, v: Tensor, dtype: torch.dtype) -> _Pair:
+    def zeros(cls, k: Tensor, v: Tensor, dtype: torch.dtype) -> _KeyValue:
         """Make zeros in the shapes of keys and values, for sums."""
         return cls(k, v, k.new_zeros(k.numel() + v.numel(), dtype=dtype))
 
-    def with_content(self, flat: Tensor) -> _Pair:
+    def with_content(self, flat: Tensor) -> _KeyValue:
         """Make a pair of the same shapes over the memory of ``flat``."""
-        return _Pair(*self._shapes, flat)
+        return _KeyValue(*self._shapes, flat)
 
 
 class _Attention(torch.autograd.Function):
@@ -108,40 +108,40 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float, is_causal: bool) -> Tensor:  # noqa: FBT001, PLR0917 - autograd passes by position
         rank, size = ring.comm.rank, ring.comm.size
-        block = _Pair.of(k, v)
+        block = _KeyValue.of(k, v)
         out = lse = torch.empty(0)
         for hop in range(size):
-            passing = ring.pass_on(block.flat) if hop < size - 1 else None
-            rows, columns, diagonal = part_of(rank, (rank - hop) % size, q.shape[2], is_causal=is_causal)
+            next_block = ring.start_rotation(block.flat) if hop < size - 1 else None
+            rows, columns, diagonal = ring_part(rank, (rank - hop) % size, q.shape[2], is_causal=is_causal)
             partial, log_sum = attend(
                 q[:, :, rows], block.k[:, :, columns], block.v[:, :, columns], scale, is_causal=diagonal
             )
             if hop == 0:
                 # Copies: selective recomputation keeps what was computed, unless it is written to.
-                out, lse = partial.to(wide(q.dtype), copy=True), log_sum.clone()
+                out, lse = partial.to(sum_dtype(q.dtype), copy=True), log_sum.clone()
             else:
                 _join(out[:, :, rows], lse[:, :, rows], partial, log_sum)
-            if passing is not None:
-                block = block.with_content(passing())
+            if next_block is not None:
+                block = block.with_content(next_block())
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.how = ring, scale, is_causal
+        ctx.options = ring, scale, is_causal
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
-        ring, scale, is_causal = ctx.how
+        ring, scale, is_causal = ctx.options
         rank, size = ring.comm.rank, ring.comm.size
         grad = grad.contiguous()
-        block = _Pair.of(k, v)
-        dq = torch.zeros_like(q, dtype=wide(q.dtype))
-        own = total = _Pair.zeros(k, v, wide(k.dtype))
-        coming: Callable[[], Tensor] | None = None
+        block = _KeyValue.of(k, v)
+        dq = torch.zeros_like(q, dtype=sum_dtype(q.dtype))
+        own = total = _KeyValue.zeros(k, v, sum_dtype(k.dtype))
+        next_total: Callable[[], Tensor] | None = None
         for hop in range(size):
-            passing = ring.pass_on(block.flat) if hop < size - 1 else None
-            rows, columns, diagonal = part_of(rank, (rank - hop) % size, q.shape[2], is_causal=is_causal)
+            next_block = ring.start_rotation(block.flat) if hop < size - 1 else None
+            rows, columns, diagonal = ring_part(rank, (rank - hop) % size, q.shape[2], is_causal=is_causal)
             dq_rows, dk, dv = attend_backward(
                 grad[:, :, rows],
                 (q[:, :, rows], block.k[:, :, columns], block.v[:, :, columns]),
@@ -151,15 +151,17 @@ class _Attention(torch.autograd.Function):
             )
             dq[:, :, rows].add_(dq_rows)  # `+=` would also copy the sum onto itself
             if hop:
-                total = _Pair.zeros(k, v, wide(k.dtype)) if coming is None else own.with_content(coming())
+                total = (
+                    _KeyValue.zeros(k, v, sum_dtype(k.dtype)) if next_total is None else own.with_content(next_total())
+                )
             total.k[:, :, columns].add_(dk)
             total.v[:, :, columns].add_(dv)
             if hop:
-                coming = ring.pass_on(total.flat)
-            if passing is not None:
-                block = block.with_content(passing())
-        if coming is not None:
-            own.flat.add_(coming())
+                next_total = ring.start_rotation(total.flat)
+            if next_block is not None:
+                block = block.with_content(next_block())
+        if next_total is not None:
+            own.flat.add_(next_total())
         return dq.to(q.dtype), own.k.to(k.dtype), own.v.to(v.dtype), None, None, None
 
 

@@ -28,8 +28,8 @@ class Root(Replacement):
         super().__init__(model)
         self._comm = comm
         self._multiple = multiple
-        self.is_alone = isinstance(comm, RecordComm)  # a dry run: no peers, and no values
-        self._has_compared = self.is_alone
+        self.is_dry_run = isinstance(comm, RecordComm)  # a dry run: no peers, and no values
+        self._has_compared = self.is_dry_run
 
     def divide(self, whole_BT: Tensor, targets_BT: Tensor | None = None) -> Division:
         """Divide sequences of the shape of ``whole_BT``. The first call compares tokens and targets between the ranks.
@@ -67,14 +67,14 @@ class GPTRoot(Root):
     def __call__(self, tokens: Tensor, targets: Tensor | None = None, *, cache: Any = None) -> Tensor:
         """Return the mean loss over full sequences, or without targets all logits."""
         if cache is not None:
-            return self.own(tokens, targets, cache=cache)
+            return self.original(tokens, targets, cache=cache)
         self.module.check(tokens, targets)
         division = self.divide(tokens, targets)
-        own_BT, positions_T = division.own(tokens), division.positions_T
+        own_BT, positions_T = division.own_positions(tokens), division.positions_T
         if targets is None:
-            return division.join(self.own(own_BT, positions=positions_T), "logits")
+            return division.join(self.original(own_BT, positions=positions_T), "logits")
         own_targets_BT = division.own_targets(targets)
-        loss = self.own(own_BT, own_targets_BT, positions=positions_T)
+        loss = self.original(own_BT, own_targets_BT, positions=positions_T)
         return division.mean_loss(loss, own_targets_BT, targets)
 
 
@@ -98,13 +98,13 @@ class Division:
         self.positions_T = places_T.clamp(max=length - 1)
         self._is_padding_T = places_T >= length
 
-    def own(self, whole_BT: Tensor) -> Tensor:
+    def own_positions(self, whole_BT: Tensor) -> Tensor:
         """Return this rank's positions, (B, own T, ...) of (B, T, ...)."""
         return whole_BT.index_select(1, self.positions_T)
 
     def own_targets(self, whole_BT: Tensor) -> Tensor:
         """Return this rank's targets, with padding ignored."""
-        own_BT = self.own(whole_BT)
+        own_BT = self.own_positions(whole_BT)
         return own_BT if self.padded == self.length else own_BT.masked_fill(self._is_padding_T, IGNORED)
 
     def join(self, own_BTV: Tensor, unit: str) -> Tensor:
@@ -113,7 +113,7 @@ class Division:
         Collective:
             All-gather on ``cp``; in backward a reduce-scatter of the gradient.
         """
-        return _Join.apply(own_BTV, self, unit)
+        return _GatherPositions.apply(own_BTV, self, unit)
 
     def mean_loss(self, loss: Tensor, own_BT: Tensor, whole_BT: Tensor, divisor: Any = None) -> Tensor:
         """Return the mean loss over the targets of full sequences that are not ignored, the same on every rank.
@@ -141,7 +141,7 @@ class _MeanLoss(torch.autograd.Function):
         return (grad * ctx.weight).to(grad.dtype), None, None, None
 
 
-class _Join(torch.autograd.Function):
+class _GatherPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_BTV: Tensor, division: Division, unit: str) -> Tensor:
         ctx.division, ctx.unit = division, unit
@@ -149,7 +149,7 @@ class _Join(torch.autograd.Function):
         buffer = own_BTV.new_empty(comm.size, *own_BTV.shape)
         buffer[comm.rank].copy_(own_BTV)
         comm.all_gather(buffer.view(-1), unit=unit).wait()
-        return in_order(buffer.unbind(0))[:, : division.length]
+        return reorder_positions(buffer.unbind(0))[:, : division.length]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -165,7 +165,7 @@ class _Join(torch.autograd.Function):
         return own, None, None
 
 
-def in_order(parts: Sequence[Tensor]) -> Tensor:
+def reorder_positions(parts: Sequence[Tensor]) -> Tensor:
     """Join the ranks' positions (dimension 1) in the order of the sequence."""
     halves = [part.chunk(2, dim=1) for part in parts]
     return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim=1)

@@ -100,9 +100,9 @@ class RoutedMixture(ReplacedForward):
 
     def install(self) -> None:
         """Replace the module's forward, or with ``tp`` the inner computation of :class:`Experts`, which sums."""
-        around = self.module.__dict__.get("forward")
-        if isinstance(around, Experts):
-            around.inner = self
+        outer = self.module.__dict__.get("forward")
+        if isinstance(outer, Experts):
+            outer.inner = self
         else:
             super().install()
 
@@ -117,10 +117,12 @@ class RoutedMixture(ReplacedForward):
             chosen_NK, weights_NK = self.module.choose(x_NC)
         route = find_route(chosen_NK, self._num_experts, self._capacity, self.comm, self.name)
         rows_MC = dispatch(x_NC, route)
-        y_KNC = combine(self._stacked(rows_MC, route) if self._is_stacked else self._each(rows_MC, route), route)
+        y_KNC = combine(
+            self._run_stacked(rows_MC, route) if self._is_stacked else self._run_modules(rows_MC, route), route
+        )
         return (y_KNC * weights_NK.t().unsqueeze(-1)).sum(0).to(x.dtype).view_as(x)
 
-    def _each(self, rows_MC: Tensor, route: Route) -> Tensor:
+    def _run_modules(self, rows_MC: Tensor, route: Route) -> Tensor:
         """Run this rank's experts on their rows; expert ``i`` has ``route.by_expert[i]`` of them, in order."""
         # An expert without tokens runs on an empty tensor, so that its gradient is zero, not missing, as without ep.
         experts = [self.module.experts[index] for index in self._own]
@@ -129,7 +131,7 @@ class RoutedMixture(ReplacedForward):
         parts = zip(experts, rows_MC.split(route.by_expert), strict=True)
         return torch.cat([expert(part) for expert, part in parts])
 
-    def _stacked(self, rows_MC: Tensor, route: Route) -> Tensor:
+    def _run_stacked(self, rows_MC: Tensor, route: Route) -> Tensor:
         """Run this rank's stacked experts on their rows, by the class's own forward."""
         module = self.module
         if not len(rows_MC):
@@ -156,17 +158,17 @@ def apply_experts(
         layer = RoutedMixture(mixture, comm, capacity)
         if comm is not None:
             if mixture.is_stacked:
-                _cut_stack(mixture, comm, tp)
+                _slice_stack(mixture, comm, tp)
             else:
-                _drop_foreign(mixture, comm, tp)
+                _drop_other_experts(mixture, comm, tp)
         layer.install()
-    over = "all tokens" if capacity is None else f"up to {capacity:g} times their even share of a rank's tokens"
+    load = "all tokens" if capacity is None else f"up to {capacity:g} times their even share of a rank's tokens"
     if comm is None:
-        return f"experts: take {over}"
+        return f"experts: take {load}"
     start, stop = local_range(mixtures[0].num_experts, comm.size, comm.rank)
     return (
         f"experts: this rank is {comm.rank + 1} of {comm.size} (ep), with experts {start} to {stop - 1} of"
-        f" {mixtures[0].num_experts} of {len(mixtures)} mixture{'s' if len(mixtures) > 1 else ''}; they take {over}"
+        f" {mixtures[0].num_experts} of {len(mixtures)} mixture{'s' if len(mixtures) > 1 else ''}; they take {load}"
     )
 
 
@@ -183,25 +185,25 @@ def own_experts(mixtures: Iterable[Mixture], comm: Comm) -> dict[int, slice | No
     return found
 
 
-def _drop_foreign(mixture: Mixture, comm: Comm, tp: tuple[int, int]) -> None:
+def _drop_other_experts(mixture: Mixture, comm: Comm, tp: tuple[int, int]) -> None:
     for expert, is_here in mixture.experts(comm.size, comm.rank):
         for module in expert.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if is_here:
-                    held = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp[0], copies=tp[1])
-                    set_slice(parameter, dataclasses.replace(held, is_expert=True))
+                    part = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp[0], copies=tp[1])
+                    set_slice(parameter, dataclasses.replace(part, is_expert=True))
                 else:
                     parameter.data = parameter.data.new_empty(0)  # frees the memory even if it is still referenced
                     module.register_parameter(name, None)
 
 
-def _cut_stack(mixture: Mixture, comm: Comm, tp: tuple[int, int]) -> None:
+def _slice_stack(mixture: Mixture, comm: Comm, tp: tuple[int, int]) -> None:
     start, stop = local_range(mixture.num_experts, comm.size, comm.rank)
     for parameter in mixture.module.parameters():
         shape = (mixture.num_experts, *parameter.shape[1:])
-        held = slice_of(parameter) or Slice(shape, copy=tp[0], copies=tp[1])
+        part = slice_of(parameter) or Slice(shape, copy=tp[0], copies=tp[1])
         if parameter.shape == shape:  # otherwise only this rank's part was loaded
             parameter.data = parameter.data[start:stop].clone()
-        cuts = Cut(0, ((start, stop),)), *held.cuts
-        set_slice(parameter, dataclasses.replace(held, cuts=cuts, is_expert=True))
+        cuts = Cut(0, ((start, stop),)), *part.cuts
+        set_slice(parameter, dataclasses.replace(part, cuts=cuts, is_expert=True))
     mixture.module.__dict__["num_experts"] = stop - start

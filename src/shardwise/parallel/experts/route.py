@@ -83,22 +83,22 @@ def find_route(chosen_NK: Tensor, num_experts: int, factor: float | None, comm: 
     counts_E = starts_E.diff()
     if limit is not None:
         counts_E = counts_E.clamp(max=limit)
-    arrived_RE = counts_E.unsqueeze(0) if comm is None else exchange_counts(counts_E, comm, unit)
+    received_RE = counts_E.unsqueeze(0) if comm is None else exchange_counts(counts_E, comm, unit)
     if chosen_NK.is_meta or isinstance(comm, RecordComm):  # without values, or peers: assume an even choice
         sent = even_counts(len(sorted_S), num_experts, limit)
         start, stop = (0, num_experts) if comm is None else local_range(num_experts, comm.size, comm.rank)
-        received = [sent[start:stop]] * len(arrived_RE)
-        arrived_RE = torch.tensor(received, device=arrived_RE.device)
+        received = [sent[start:stop]] * len(received_RE)
+        received_RE = torch.tensor(received, device=received_RE.device)
         order_S = order_S[: sum(sent)]
     else:  # the only time that the host waits for the device
-        numbers = torch.cat([counts_E, arrived_RE.flatten()]).tolist()
-        sent, each = numbers[:num_experts], arrived_RE.shape[1]
+        numbers = torch.cat([counts_E, received_RE.flatten()]).tolist()
+        sent, each = numbers[:num_experts], received_RE.shape[1]
         received = [numbers[at : at + each] for at in range(num_experts, len(numbers), each)]
         if sum(sent) < len(order_S):  # the rows that are kept are the first ones of each expert
             skipped_E = starts_E[:-1] - (counts_E.cumsum(0) - counts_E)
             places_S = torch.arange(sum(sent), device=order_S.device)
             order_S = order_S[places_S + skipped_E.repeat_interleave(counts_E, output_size=sum(sent))]
-    return Route(unit, comm, (num_tokens, num_choices), order_S, sent, received, arrived_RE.sum(0))
+    return Route(unit, comm, (num_tokens, num_choices), order_S, sent, received, received_RE.sum(0))
 
 
 def dispatch(x_NC: Tensor, route: Route) -> Tensor:
@@ -119,23 +119,23 @@ def combine(rows_MC: Tensor, route: Route) -> Tensor:
     return _Combine.apply(rows_MC, route)
 
 
-def _go(rows_SC: Tensor, route: Route) -> Tensor:
+def _send_to_experts(rows_SC: Tensor, route: Route) -> Tensor:
     """Send rows, sorted by expert, to the experts' ranks; returns received rows in the order of :func:`dispatch`."""
     if route.comm is None:
         return rows_SC
-    cuts, out_cuts = _cuts(route.sent_by_rank), _cuts(route.received_by_rank)
-    return _transposed(exchange_rows(rows_SC, cuts, out_cuts, route.comm, route.unit), route.received)
+    bounds, out_bounds = _bounds(route.sent_by_rank), _bounds(route.received_by_rank)
+    return _transposed(exchange_rows(rows_SC, bounds, out_bounds, route.comm, route.unit), route.received)
 
 
-def _return(rows_MC: Tensor, route: Route) -> Tensor:
-    """Undo :func:`_go`."""
+def _send_back(rows_MC: Tensor, route: Route) -> Tensor:
+    """Undo :func:`_send_to_experts`."""
     if route.comm is None:
         return rows_MC
-    home = _transposed(rows_MC, list(zip(*route.received, strict=True)))
-    return exchange_rows(home, _cuts(route.received_by_rank), _cuts(route.sent_by_rank), route.comm, route.unit)
+    returned = _transposed(rows_MC, list(zip(*route.received, strict=True)))
+    return exchange_rows(returned, _bounds(route.received_by_rank), _bounds(route.sent_by_rank), route.comm, route.unit)
 
 
-def _cuts(counts: Sequence[int]) -> list[int]:
+def _bounds(counts: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(counts, initial=0))
 
 
@@ -148,7 +148,7 @@ def _transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
     return torch.cat([run for j in range(count) for run in runs[j::count]])
 
 
-def _placed(rows_SC: Tensor, route: Route) -> Tensor:
+def _scatter_to_choices(rows_SC: Tensor, route: Route) -> Tensor:
     """Scatter rows, sorted by expert, to their choices: (K, N, C), zero for dropped choices."""
     num_tokens, num_choices = route.shape
     make = rows_SC.new_empty if len(route.order) == num_choices * num_tokens else rows_SC.new_zeros
@@ -160,19 +160,19 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NC: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        return _go(x_NC.index_select(0, route.order % max(1, route.shape[0])), route)
+        return _send_to_experts(x_NC.index_select(0, route.order % max(1, route.shape[0])), route)
 
     @staticmethod
     def backward(ctx: Any, grad_MC: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _placed(_return(grad_MC, ctx.route), ctx.route).sum(0), None
+        return _scatter_to_choices(_send_back(grad_MC, ctx.route), ctx.route).sum(0), None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_MC: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        return _placed(_return(rows_MC, route), route)
+        return _scatter_to_choices(_send_back(rows_MC, route), route)
 
     @staticmethod
     def backward(ctx: Any, grad_KNC: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _go(grad_KNC.flatten(0, 1).index_select(0, ctx.route.order), ctx.route), None
+        return _send_to_experts(grad_KNC.flatten(0, 1).index_select(0, ctx.route.order), ctx.route), None

@@ -30,37 +30,39 @@ _SHAPES_ALONE = frozenset(
     )
 )
 #: Methods that pass values to Python without a dispatched operation.
-_READING = frozenset({Tensor.tolist, Tensor.numpy})
+_READERS = frozenset({Tensor.tolist, Tensor.numpy})
 
 
 class FlowMarks:
-    """Propagates marks inside :meth:`follow`.
+    """Propagates marks inside :meth:`propagate`.
 
     Args:
-        read: Makes the error for a read of values in Python (``.item()``, ``if x.any():``) that have the given marks.
-        unmarked: Makes the error for the use of an unmarked tensor on ``meta``; ``None``: such tensors are allowed, as
-            in a dry run.
+        read_error: Makes the error for a read of values with the given marks in Python (``.item()``, ``if x.any():``).
+        meta_error: Makes the error for the use of an unmarked tensor on ``meta``; ``None``: such tensors are allowed,
+            as in a dry run.
     """
 
-    def __init__(self, read: Callable[[set[Any]], Exception], unmarked: Callable[[], Exception] | None = None) -> None:
-        self._read, self._unmarked = read, unmarked
+    def __init__(
+        self, read_error: Callable[[set[Any]], Exception], meta_error: Callable[[], Exception] | None = None
+    ) -> None:
+        self._read_error, self._meta_error = read_error, meta_error
         self._found: dict[int, tuple[StorageWeakRef | Tensor, set[Any]]] = {}
-        self.is_aside = False
+        self.is_paused = False
 
     @contextlib.contextmanager
-    def follow(self) -> Iterator[None]:
+    def propagate(self) -> Iterator[None]:
         """Propagate marks through every operation inside."""
         with _Operations(self), _Reads(self):
             yield
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Propagate no marks inside."""
-        self.is_aside = True
+        self.is_paused = True
         try:
             yield
         finally:
-            self.is_aside = False
+            self.is_paused = False
 
     def add(self, tensor: Tensor, marks: Iterable[Any]) -> None:
         """Mark a tensor, and all tensors that share its memory."""
@@ -76,16 +78,16 @@ class FlowMarks:
             marks = self._found.get(_memory(value)[0])
             if marks is not None:
                 found |= marks[1]
-            elif value.is_meta and self._unmarked is not None:
-                raise self._unmarked()
+            elif value.is_meta and self._meta_error is not None:
+                raise self._meta_error()
         return found
 
-    def read(self, values: Iterable[Any]) -> None:
+    def check_read(self, values: Iterable[Any]) -> None:
         """Raise if ``values``, which Python is about to read, have marks."""
         if marks := self.of(values):
-            raise self._read(marks)
+            raise self._read_error(marks)
 
-    def after(self, arguments: Sequence[Any], result: Any) -> None:
+    def copy_marks(self, arguments: Sequence[Any], result: Any) -> None:
         """Copy the marks of ``arguments`` to ``result``, which was computed from them."""
         marks = self.of(arguments)
         if not marks:
@@ -93,7 +95,7 @@ class FlowMarks:
         made = [leaf for leaf in tree_leaves(result) if leaf is not None]
         tensors = [leaf for leaf in made if isinstance(leaf, Tensor)]
         if made and not tensors:
-            raise self._read(marks)
+            raise self._read_error(marks)
         for tensor in tensors:
             self.add(tensor, marks)
 
@@ -117,14 +119,14 @@ class _Operations(TorchDispatchMode):
                 " own modules.\n  Switch this off (of RWKV: model.config.rescale_every = 0), or set pp=1."
             ) from None
         schema = getattr(func, "_schema", None)
-        if self._marks.is_aside or (schema is not None and schema.name in _SHAPES_ALONE):
+        if self._marks.is_paused or (schema is not None and schema.name in _SHAPES_ALONE):
             return result
         arguments = tree_leaves((args, kwargs))
-        self._marks.after(arguments, result)
+        self._marks.copy_marks(arguments, result)
         if schema is not None and schema.is_mutable:  # an argument that is written to need not be returned
-            given = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
+            by_name = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
             written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-            self._marks.after(arguments, [given[name] for name in written if name in given])
+            self._marks.copy_marks(arguments, [by_name[name] for name in written if name in by_name])
         return result
 
 
@@ -134,8 +136,8 @@ class _Reads(TorchFunctionMode):
         self._marks = marks
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READING and not self._marks.is_aside:
-            self._marks.read(args)
+        if func in _READERS and not self._marks.is_paused:
+            self._marks.check_read(args)
         return func(*args, **(kwargs or {}))
 
 
@@ -143,6 +145,6 @@ def _memory(tensor: Tensor) -> tuple[int, StorageWeakRef | Tensor]:
     """Return a number for a tensor's memory, and an object that keeps the number from being reused."""
     if tensor.layout is torch.strided:
         with contextlib.suppress(NotImplementedError):
-            held = StorageWeakRef(tensor.untyped_storage())
-            return held.cdata, held
+            storage = StorageWeakRef(tensor.untyped_storage())
+            return storage.cdata, storage
     return id(tensor), tensor

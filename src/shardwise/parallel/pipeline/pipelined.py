@@ -25,14 +25,14 @@ from shardwise.engine.unit import Unit
 from shardwise.launch.log_once import log_once
 from shardwise.measure.meta import cut_alone
 from shardwise.parallel.pipeline.runner import DTYPES, Job, ScheduleRunner
-from shardwise.parallel.pipeline.stage import Agreement, Stages, shown_shapes
+from shardwise.parallel.pipeline.stage import Stages, StepCheck, describe_shapes
 from shardwise.parallel.pipeline.stage_module import (
     StageModule,
     assign_stages,
-    drop_foreign,
+    drop_other_stages,
     find_stage_modules,
-    held_parameters,
     make_meta_copy,
+    own_parameters,
 )
 from shardwise.parallel.pipeline.weight_grad_store import WeightGradStore
 from shardwise.parallel.tensor.apply import defer_weight_grads
@@ -54,7 +54,7 @@ def pipelined_of(model: nn.Module) -> Pipelined | None:
     return model.__dict__.get(_KEY)
 
 
-def _as_it_is(loss: Tensor) -> Tensor:
+def _identity(loss: Tensor) -> Tensor:
     return loss
 
 
@@ -118,13 +118,13 @@ class Pipelined(Uncopyable):
         assert comms.pp is not None
         self._policy = policy
         self._comm = comms.pp
-        self._usual = self._schedule(policy.microbatches(comms.pp.size))
+        self._default_schedule = self._schedule(policy.microbatches(comms.pp.size))
         self._modules, self._num_stages = stage_modules, plan.pp * policy.virtual_stages
         self.meta_copy = make_meta_copy(model, self._modules)
         if comms.tp is not None and plan.sequence_parallel:  # activations between stages are divided, too
             cut_alone(self.meta_copy, plan, rank=comms.tp.rank, device=torch.device("meta"))
-        self.notes = describe_stages(self._modules, self._usual.ranks, comms.world.size)
-        for rank in untrained(self._modules, self._usual.ranks):
+        self.notes = describe_stages(self._modules, self._default_schedule.ranks, comms.world.size)
+        for rank in ranks_without_training(self._modules, self._default_schedule.ranks):
             log_once(
                 f"pipeline rank {rank} has no trained parameters: an optimizer over those with requires_grad alone"
                 " would be empty there, which torch refuses; give it model.parameters(), of which it skips the others"
@@ -140,21 +140,21 @@ class Pipelined(Uncopyable):
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages of this rank."""
-        return self._usual.stages(self._comm.rank)
+        return self._default_schedule.stages(self._comm.rank)
 
     @property
     def has_copies(self) -> bool:
         """Whether parameters of this rank are shared with stages of other ranks; their gradients are summed."""
         return bool(self._copies)
 
-    def held_parameters(self, model: nn.Module) -> set[int]:
+    def own_parameters(self, model: nn.Module) -> set[int]:
         """Return the ``id`` of every parameter of the full ``model`` that this rank's stages have."""
-        return held_parameters(model, self._modules, self.stages)
+        return own_parameters(model, self._modules, self.stages)
 
-    def drop_foreign(self, model: nn.Module) -> None:
+    def drop_other_stages(self, model: nn.Module) -> None:
         """Remove other ranks' stages from ``model``."""
-        ranks = self._usual.ranks
-        shared = drop_foreign(model, self._modules, self.stages)
+        ranks = self._default_schedule.ranks
+        shared = drop_other_stages(model, self._modules, self.stages)
         parameters = dict(model.named_parameters())
         for name, stages in shared.items():
             holders = tuple(sorted({ranks[stage] for stage in stages}))
@@ -165,10 +165,10 @@ class Pipelined(Uncopyable):
     def _count_once(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
         """Make sums over all ranks count a parameter that several stages share only on the first of them."""
         tp_rank, tp_size = self._tp
-        held = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp_rank, copies=tp_size)
+        part = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp_rank, copies=tp_size)
         place = holders.index(self._comm.rank)
-        copy, copies = place * held.copies + held.copy, len(holders) * held.copies
-        set_slice(parameter, dataclasses.replace(held, copy=copy, copies=copies))
+        copy, copies = place * part.copies + part.copy, len(holders) * part.copies
+        set_slice(parameter, dataclasses.replace(part, copy=copy, copies=copies))
 
     def install(self, model: nn.Module, device: torch.device) -> None:
         """Make ``model``, which already has an engine, run stage by stage."""
@@ -197,14 +197,14 @@ class Pipelined(Uncopyable):
         and save only one wait per step of the previous stages.
         """
         head = next((each.module for each in reversed(self._modules) if each.has_parameters), None)
-        layers = [module for module in model.modules() if module is not head] if self._usual.is_split else []
+        layers = [module for module in model.modules() if module is not head] if self._default_schedule.is_split else []
         store = WeightGradStore(layers)
         defer_weight_grads(layers, store)
         return store
 
-    def around(self) -> tuple[Stages, Comm, tuple[int, ...]]:
+    def layout(self) -> tuple[Stages, Comm, tuple[int, ...]]:
         """Return the stages of this rank, the Comm of ``pp``, and the rank of each stage."""
-        return self._stages, self._comm, self._usual.ranks
+        return self._stages, self._comm, self._default_schedule.ranks
 
     @property
     def num_microbatches(self) -> int:
@@ -219,7 +219,7 @@ class Pipelined(Uncopyable):
         loss: Call,
         *,
         backward: Callable[..., None] = torch.autograd.backward,
-        scale: Scale = _as_it_is,
+        scale: Scale = _identity,
     ) -> list[Tensor]:
         """Run one step on microbatches: forwards and, if grad is enabled, backwards and the reduction of gradients.
 
@@ -227,27 +227,27 @@ class Pipelined(Uncopyable):
             The losses of the microbatches on ranks of the last stage; an empty list on other ranks.
 
         Collective:
-            As :class:`Agreement`, :meth:`ScheduleRunner.run` and
+            As :class:`StepCheck`, :meth:`ScheduleRunner.run` and
             :func:`~shardwise.engine.extensions.pipeline_step.open_step`. All ranks must call.
         """
         engine = engine_of(model, "sw.train_step")
-        stages, _, ranks = self.around()
+        stages, _, ranks = self.layout()
         scale(torch.zeros((), device=engine.comms.control.device))
         count = len(parts)
         schedule = self._schedule(count) if torch.is_grad_enabled() else forward_only(ranks, count)
         bound = functools.partial(call, model), functools.partial(loss, model)
         last = None if schedule.is_split else count - 1  # a split backward completes units in its second half
         with open_step(engine, lambda: sum_over_copies(engine, self._copies, self._comm), last) as opened:
-            agreement = self._agree(stages, parts) if stages.device.type != "meta" else None
-            flow = stages.flow(parts[0], call, agreement)
-            return self._run(Job(schedule, parts, *bound, flow, agreement, opened, scale, backward))
+            step_check = self._check_step(stages, parts) if stages.device.type != "meta" else None
+            flow = stages.flow(parts[0], call, step_check)
+            return self._run(Job(schedule, parts, *bound, flow, step_check, opened, scale, backward))
 
-    def _agree(self, stages: Stages, parts: Sequence[Any]) -> Agreement:
+    def _check_step(self, stages: Stages, parts: Sequence[Any]) -> StepCheck:
         key, count, trains = stages.key(parts[0]), len(parts), torch.is_grad_enabled()
         mode = "training" if stages.trains else "evaluation"
-        shown = f"{count} microbatches of {shown_shapes(parts[0])} {'with' if trains else 'without'} gradients"
+        shown = f"{count} microbatches of {describe_shapes(parts[0])} {'with' if trains else 'without'} gradients"
         trained = bytes(parameter.requires_grad for parameter in self._parameters)
-        return Agreement(self._comm, f"{key!r} {count}", f"{shown} in {mode} mode", trained)
+        return StepCheck(self._comm, f"{key!r} {count}", f"{shown} in {mode} mode", trained)
 
     def _run(self, job: Job) -> list[Tensor]:
         runner = ScheduleRunner(job, self._stages, self._comm, self._store)
@@ -257,12 +257,12 @@ class Pipelined(Uncopyable):
         losses = runner.run()
         self.peak_saved = max(self.peak_saved, runner.peak_saved)
         if self.measured is not None:
-            mine = [[round((moment - start) * 1e6) for moment in span] for span in runner.spans]
-            self.measured.append(measured(job.schedule, all_gather_json(self._comm, mine)))
+            own_spans = [[round((moment - start) * 1e6) for moment in span] for span in runner.spans]
+            self.measured.append(measured(job.schedule, all_gather_json(self._comm, own_spans)))
         return losses
 
     def _schedule(self, count: int) -> Schedule:
-        return _built(self._policy.schedule, self._comm.size, count, self._policy.virtual_stages)
+        return _cached_schedule(self._policy.schedule, self._comm.size, count, self._policy.virtual_stages)
 
     def mean_loss(self, engine: Engine, losses: Sequence[Tensor]) -> Tensor:
         """Return the mean over microbatches and data-parallel ranks, on every rank of every stage.
@@ -277,14 +277,14 @@ class Pipelined(Uncopyable):
         mean = (total / max(len(losses), 1)).reshape(1)
         engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.num_ranks_with_data).wait()
         code = float(DTYPES.index(dtype_name(losses[0].dtype))) if losses else 0.0
-        told = torch.full((1,), code, dtype=torch.float64, device=self._comm.host.device)
+        dtype_code = torch.full((1,), code, dtype=torch.float64, device=self._comm.host.device)
         self._comm.all_reduce(mean, unit="loss").wait()
-        self._comm.host.all_reduce(told, unit="loss").wait()  # so that the host does not wait for the device
-        return mean[0].to(torch_dtype(DTYPES[int(told[0])]))
+        self._comm.host.all_reduce(dtype_code, unit="loss").wait()  # so that the host does not wait for the device
+        return mean[0].to(torch_dtype(DTYPES[int(dtype_code[0])]))
 
 
 @functools.lru_cache(maxsize=32)
-def _built(schedule: str, pp: int, count: int, virtual: int) -> Schedule:
+def _cached_schedule(schedule: str, pp: int, count: int, virtual: int) -> Schedule:
     return build(schedule, pp, count, virtual)
 
 
@@ -293,17 +293,17 @@ def describe_stages(modules: Sequence[StageModule], ranks: Sequence[int], num_wo
     width = num_world_ranks // (max(ranks) + 1)
     lines = ["pipeline stages:"]
     for stage, rank in enumerate(ranks):
-        held = [each for each in modules if each.stage == stage]
-        names = held[0].name if len(held) == 1 else f"{held[0].name} to {held[-1].name}, {len(held)} modules"
+        parts = [each for each in modules if each.stage == stage]
+        names = parts[0].name if len(parts) == 1 else f"{parts[0].name} to {parts[-1].name}, {len(parts)} modules"
         first, last = rank * width, (rank + 1) * width - 1
         where = f"rank {first}" if width == 1 else f"ranks {first} to {last}"
-        numel = sum(parameter.numel() for parameter in _parameters(held))
-        trained = "" if _trains(held) else ", none of them trained"
+        numel = sum(parameter.numel() for parameter in _parameters(parts))
+        trained = "" if _trains(parts) else ", none of them trained"
         lines.append(f"  stage {stage + 1} of {len(ranks)} on {where}: {names}; {numel:,} parameters{trained}")
     return lines
 
 
-def untrained(modules: Sequence[StageModule], ranks: Sequence[int]) -> list[int]:
+def ranks_without_training(modules: Sequence[StageModule], ranks: Sequence[int]) -> list[int]:
     """The ranks along ``pp`` without trained parameters; none if no rank has any."""
     found = [
         rank

@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise.comm.base import Comm, Handle
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.extensions.pipeline_step import PipelineStep
-from shardwise.parallel.pipeline.stage import Agreement, Stages
+from shardwise.parallel.pipeline.stage import Stages, StepCheck
 from shardwise.parallel.pipeline.trace import Source, StageFlow
 from shardwise.parallel.pipeline.weight_grad_store import WeightGradStore
 from shardwise.spec.errors import StateError
@@ -92,7 +92,7 @@ class Job:
         call: Calls the model with a microbatch.
         loss: Calls the model with a microbatch, and returns its loss.
         flow: The tensors that stages exchange for microbatches of this shape.
-        agreement: Compares the step between ranks; ``None``: there are no peers.
+        step_check: Compares the step between ranks; ``None``: there are no peers.
         step: Gathers units before a pass, collects gradients and reduces them.
         scale: Scales a loss before its backward, for fp16.
         backward: Computes gradients from outputs with gradients, or from a loss, as ``torch.autograd.backward``.
@@ -103,7 +103,7 @@ class Job:
     call: Callable[[Any], Any]
     loss: Callable[[Any], Tensor]
     flow: StageFlow
-    agreement: Agreement | None
+    step_check: StepCheck | None
     step: PipelineStep
     scale: Callable[[Tensor], Tensor]
     backward: Callable[..., None] = torch.autograd.backward
@@ -127,19 +127,19 @@ class ScheduleRunner:
         self.losses: dict[int, Tensor] = {}
         self.spans: list[tuple[float, float]] = []
         self.peak_saved = 0
-        self._draws = RngStreams(stages.device) if torch.is_grad_enabled() or stages.trains else None
+        self._rng = RngStreams(stages.device) if torch.is_grad_enabled() or stages.trains else None
         self._saved: dict[tuple[int, int], SavedMicrobatch] = {}
         self._received: dict[tuple[Kind, int, int], list[Message]] = {}
         self._input_gradients: dict[tuple[int, int], list[Tensor]] = {}
         self._sends: deque[list[Message]] = deque()
         self._unannounced: set[int] = set()  # stages whose shapes became known in this step, and were not sent yet
-        self._arrived_at = 0.0  # time at which the inputs of the newest computation were available
+        self._inputs_ready_at = 0.0  # time at which the inputs of the newest computation were available
 
     def run(self) -> list[Tensor]:
         """Run the step; returns the losses of the microbatches in order on the rank of the last stage, else ``[]``.
 
         Collective:
-            Waits for the agreement before the first message. Then the messages of the schedule along ``pp``: for each
+            Waits for the step check before the first message. Then the messages of the schedule along ``pp``: for each
             microbatch and each tensor between two stages on different ranks its values, and back its gradient if it
             needs one.
         """
@@ -147,29 +147,29 @@ class ScheduleRunner:
         early = {} if self._comm.is_in_order else schedule.early(rank)
         try:
             for place, action in enumerate(schedule.actions[rank]):
-                self.post(early.get(place, ()))
-                self.do(action)
+                self.post_early(early.get(place, ()))
+                self.execute(action)
         finally:
             self._store.clear()  # if the step failed
         self.finish()
         return [self.losses[index] for index in sorted(self.losses)]
 
-    def do(self, action: Action) -> None:
+    def execute(self, action: Action) -> None:
         """Carry out one action."""
-        self._arrived_at = time.perf_counter()
+        self._inputs_ready_at = time.perf_counter()
         # No table of bound methods, because the reference cycle would keep the runner and all received tensors alive
         # until a garbage collection.
         getattr(self, f"_{action.kind}")(action)
         if not action.kind.is_message:
-            self.spans.append((self._arrived_at, time.perf_counter()))
+            self.spans.append((self._inputs_ready_at, time.perf_counter()))
 
-    def post(self, receives: Sequence[Action]) -> None:
+    def post_early(self, receives: Sequence[Action]) -> None:
         """Post receives before their place in the schedule, up to the first whose shapes are unknown."""
         for action in receives:
             boundary = action.stage - (action.kind is Kind.RECEIVE_ACTIVATION)
-            if self._stages.device.type != "meta" and self._known(boundary) is None:
+            if self._stages.device.type != "meta" and self._boundary_tensors(boundary) is None:
                 return
-            self.do(action)
+            self.execute(action)
 
     def finish(self) -> None:
         """Wait for all sends."""
@@ -177,14 +177,14 @@ class ScheduleRunner:
             for handle, _ in sends:
                 handle.wait()
 
-    def _known(self, boundary: int) -> tuple[BoundaryTensor, ...] | None:
+    def _boundary_tensors(self, boundary: int) -> tuple[BoundaryTensor, ...] | None:
         """The tensors that stage ``boundary`` sends to the next one; ``None`` if they are unknown."""
-        return self._flow.learned.get((self._trained, boundary))
+        return self._flow.announced.get((self._trained_digest, boundary))
 
     @property
-    def _trained(self) -> int:
+    def _trained_digest(self) -> int:
         """A digest of the set of trained parameters, on which gradients, and so headers, depend."""
-        return 0 if self._job.agreement is None else self._job.agreement.wait()
+        return 0 if self._job.step_check is None else self._job.step_check.wait()
 
     # -- messages
 
@@ -203,18 +203,18 @@ class ScheduleRunner:
             return
         is_activation = action.kind is Kind.RECEIVE_ACTIVATION
         boundary = action.stage - is_activation
-        if self._known(boundary) is None:
-            self._flow.learned[self._trained, boundary] = self._told(boundary, action.peer)
+        if self._boundary_tensors(boundary) is None:
+            self._flow.announced[self._trained_digest, boundary] = self._receive_header(boundary, action.peer)
         unit = f"{'activation' if is_activation else 'gradient'} of stage {boundary}"
         self._received[key] = [
             self._post_receive(each, action.peer, unit)
-            for each in self._known(boundary) or ()
+            for each in self._boundary_tensors(boundary) or ()
             if is_activation or each.requires_grad
         ]
 
     _receive_activation = _receive_gradient = _receive
 
-    def _told(self, boundary: int, peer: int) -> tuple[BoundaryTensor, ...]:
+    def _receive_header(self, boundary: int, peer: int) -> tuple[BoundaryTensor, ...]:
         """Receive the peer's header; a dry run uses the trace, and assumes gradients of all floating-point tensors."""
         sources, device = self._flow.boundary[boundary], self._stages.device
         if device.type != "meta":
@@ -228,7 +228,7 @@ class ScheduleRunner:
             made.append(BoundaryTensor(tuple(leaf.shape), dtype or leaf.dtype, is_float))
         return tuple(made)
 
-    def _take(self, kind: Kind, stage: int, microbatch: int) -> list[Tensor] | None:
+    def _wait_received(self, kind: Kind, stage: int, microbatch: int) -> list[Tensor] | None:
         """Wait for received tensors and return them; ``None``: the sender is a stage of this rank."""
         if (kind, stage, microbatch) not in self._received:
             return None
@@ -236,7 +236,7 @@ class ScheduleRunner:
         for handle, buffer in self._received.pop((kind, stage, microbatch)):
             handle.wait()
             tensors.append(buffer)
-        self._arrived_at = time.perf_counter()
+        self._inputs_ready_at = time.perf_counter()
         return tensors
 
     def _send_activation(self, action: Action) -> None:
@@ -244,8 +244,8 @@ class ScheduleRunner:
         assert action.peer is not None
         if action.stage in self._unannounced:  # at a send of the schedule, because a transport may work in order
             self._unannounced.remove(action.stage)
-            told = header(action.stage, self._known(action.stage) or (), self._stages.device)
-            self._sends.append([self._send(told, action.peer, f"shapes of stage {action.stage}")])
+            message = header(action.stage, self._boundary_tensors(action.stage) or (), self._stages.device)
+            self._sends.append([self._send(message, action.peer, f"shapes of stage {action.stage}")])
         unit = f"activation of stage {action.stage}"
         saved.sends = [self._send(output, action.peer, unit) for output in saved.outputs]
         if not torch.is_grad_enabled():
@@ -268,50 +268,51 @@ class ScheduleRunner:
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
-        received = self._received_by(stage, microbatch)
+        received = self._inputs(stage, microbatch)
         part = self._job.parts[microbatch]
         is_last = stage == self._stages.num_stages - 1
         forward = self._job.loss if is_last else self._job.call
         self._job.step.enter(stage, microbatch)
-        draws = self._draws.of(stage, microbatch) if self._draws is not None else contextlib.nullcontext()
-        with draws, self._storing(action):
+        draws = self._rng.of(stage, microbatch) if self._rng is not None else contextlib.nullcontext()
+        with draws, self._store_weight_grads(action):
             made = self._stages.run(stage, self._flow, received, lambda: forward(part))
         if is_last:
             self.losses[microbatch] = made.detach()  # without the graph, which keeps received tensors
         outputs = (made,) if is_last else made
         if not is_last:
-            self._check(stage, outputs)
+            self._check_outputs(stage, outputs)
         self._saved[stage, microbatch] = SavedMicrobatch(received, outputs)
         self.peak_saved = max(self.peak_saved, len(self._saved))
         if not torch.is_grad_enabled() and is_last:
             del self._saved[stage, microbatch]
 
-    def _storing(self, action: Action) -> contextlib.AbstractContextManager[None]:
-        return self._store.keep_for((action.stage, action.microbatch) if self._job.schedule.is_split else None)
+    def _store_weight_grads(self, action: Action) -> contextlib.AbstractContextManager[None]:
+        return self._store.store_for((action.stage, action.microbatch) if self._job.schedule.is_split else None)
 
-    def _received_by(self, stage: int, microbatch: int) -> dict[Source, Tensor]:
+    def _inputs(self, stage: int, microbatch: int) -> dict[Source, Tensor]:
         if stage == 0:
             return {}
-        tensors = self._take(Kind.RECEIVE_ACTIVATION, stage, microbatch)
+        tensors = self._wait_received(Kind.RECEIVE_ACTIVATION, stage, microbatch)
         if tensors is None:
             tensors = [output.detach() for output in self._saved[stage - 1, microbatch].outputs]
             if not torch.is_grad_enabled():
                 del self._saved[stage - 1, microbatch]
-        for tensor, known in zip(tensors, self._known(stage - 1) or (), strict=True):
+        for tensor, known in zip(tensors, self._boundary_tensors(stage - 1) or (), strict=True):
             tensor.requires_grad_(known.requires_grad)
         return dict(zip(self._flow.boundary[stage - 1], tensors, strict=True))
 
-    def _check(self, stage: int, outputs: Sequence[Tensor]) -> None:
+    def _check_outputs(self, stage: int, outputs: Sequence[Tensor]) -> None:
         """Compare a stage's outputs with the shapes that the next stage expects."""
         made = tuple(BoundaryTensor(tuple(t.shape), t.dtype, t.requires_grad) for t in outputs)
-        known = self._known(stage)
+        known = self._boundary_tensors(stage)
         if known is None:
-            self._flow.learned[self._trained, stage] = made
+            self._flow.announced[self._trained_digest, stage] = made
             self._unannounced.add(stage)
         elif made != known:
             raise StateError(
-                f"pipeline stage {stage} gave {_shown(made)} where it had given {_shown(known)} for a batch of the same"
-                " shape.\n  Pipeline stages need the same shapes every time: pad, or give batches of other shapes."
+                f"pipeline stage {stage} gave {_describe(made)} where it had given {_describe(known)} for a batch of"
+                " the same shape.\n"
+                "  Pipeline stages need the same shapes every time: pad, or give batches of other shapes."
             )
 
     # -- backward
@@ -320,12 +321,12 @@ class ScheduleRunner:
         stage, microbatch = action.stage, action.microbatch
         saved = self._saved.pop((stage, microbatch))
         self._job.step.enter(stage, microbatch)
-        again = self._stages.again(stage, self._flow, saved.received)
-        with again, self._storing(action):  # a recomputation stores gradients, too
+        context = self._stages.backward_context(stage, self._flow, saved.received)
+        with context, self._store_weight_grads(action):  # a recomputation stores gradients, too
             if stage == self._stages.num_stages - 1:
                 self._job.backward([self._job.scale(saved.outputs[0] / len(self._job.parts))])
             else:
-                gradients = self._take(Kind.RECEIVE_GRADIENT, stage, microbatch)
+                gradients = self._wait_received(Kind.RECEIVE_GRADIENT, stage, microbatch)
                 if gradients is None:
                     gradients = self._input_gradients.pop((stage + 1, microbatch))
                 outputs = [output for output in saved.outputs if output.requires_grad]
@@ -357,7 +358,7 @@ class ScheduleRunner:
         return microbatch == len(self._job.parts) - 1
 
 
-def _shown(tensors: Sequence[BoundaryTensor]) -> str:
+def _describe(tensors: Sequence[BoundaryTensor]) -> str:
     return ", ".join(f"{list(each.shape)} {dtype_name(each.dtype)}" for each in tensors)
 
 

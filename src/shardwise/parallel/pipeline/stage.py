@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.base import Comm, Handle
 from shardwise.comm.control import check_same, digest_text, refuse_different
-from shardwise.parallel.pipeline.stage_module import StageModule, show_zeros, zeros
-from shardwise.parallel.pipeline.trace import Source, StageFlow, Tracer, inside_of_blocks, shape_key
+from shardwise.parallel.pipeline.stage_module import StageModule, use_zeros, zeros
+from shardwise.parallel.pipeline.trace import Source, StageFlow, Tracer, inner_tensor_error, shape_key
 from shardwise.spec.errors import StateError
 
 
-class Agreement:
+class StepCheck:
     """Checks that the ranks of a pipeline are about to run the same step.
 
     Collective:
@@ -36,10 +36,10 @@ class Agreement:
 
     def __init__(self, comm: Comm, step: str, shown: str, trained: bytes) -> None:
         self._comm, self._shown = comm, shown
-        told = torch.zeros(comm.size, 2, dtype=torch.int64)
-        told[comm.rank] = torch.tensor([digest_text(step), digest_text(trained)])
+        digests = torch.zeros(comm.size, 2, dtype=torch.int64)
+        digests[comm.rank] = torch.tensor([digest_text(step), digest_text(trained)])
         host = comm.host  # the host reads the result; on the device it would wait for earlier work
-        self._under_way: tuple[torch.Tensor, Handle] | None = told, host.all_gather(told.view(-1), unit="step")
+        self._pending: tuple[torch.Tensor, Handle] | None = digests, host.all_gather(digests.view(-1), unit="step")
         self._all_trained = 0
 
     def wait(self) -> int:
@@ -51,11 +51,11 @@ class Agreement:
         Collective:
             Two all-gathers of JSON if the ranks disagree.
         """
-        if self._under_way is not None:
-            told, handle = self._under_way
-            self._under_way = None  # frees its memory for the rest of the step
+        if self._pending is not None:
+            digests, handle = self._pending
+            self._pending = None  # frees its memory for the rest of the step
             handle.wait()
-            rows = told.tolist()
+            rows = digests.tolist()
             refuse_different(
                 self._comm,
                 [step for step, _ in rows],
@@ -100,12 +100,12 @@ class Stages:
         self._pass: _Pass | None = None
         self._meta_copy = meta_copy
         self._model = weakref.ref(model)
-        self._own = model.__dict__.get("forward")  # an earlier replacement of the class's method
+        self._previous_forward = model.__dict__.get("forward")  # an earlier replacement of the class's method
         me: weakref.ref[Stages] = weakref.ref(self)
         for module in modules:
             for each in (module.module, module.meta_copy):
                 _replace_call(each, me, module)
-        show_zeros(meta_copy, modules, device)
+        use_zeros(meta_copy, modules, device)
         model.__dict__["forward"] = _RootForward(self, model)
 
     @property
@@ -118,7 +118,7 @@ class Stages:
         """Return the key that all batches of one flow share; its text is the same on every rank."""
         return shape_key(batch), self.trains, torch.is_grad_enabled()
 
-    def flow(self, batch: Any, call: Callable[[nn.Module, Any], Any], agreement: Agreement | None = None) -> StageFlow:
+    def flow(self, batch: Any, call: Callable[[nn.Module, Any], Any], step_check: StepCheck | None = None) -> StageFlow:
         """Return the tensors that stages exchange for batches of this shape; traced for a new shape.
 
         Collective:
@@ -126,8 +126,8 @@ class Stages:
         """
         key = self.key(batch)
         if key not in self._flows:
-            if agreement is not None:
-                agreement.wait()
+            if step_check is not None:
+                step_check.wait()
             self._meta_copy.train(self.trains)
             flow = self._trace(batch, call)
             if self._comm is not None:
@@ -136,7 +136,7 @@ class Stages:
                     flow.digest,
                     "the ranks of a pipeline disagree about what goes from stage to stage",
                     "Give the same batch to every rank of a pipeline, and build the same model.",
-                    show=lambda: f"microbatches of {shown_shapes(batch)}",
+                    show=lambda: f"microbatches of {describe_shapes(batch)}",
                 )
             self._flows[key] = flow
             if len(self._flows) > _MAX_FLOWS:  # the same on every rank
@@ -152,7 +152,7 @@ class Stages:
                 return self._traced(batch, call, writes_in_place=True)
             except NotImplementedError as error:
                 if "meta tensor" in str(error):
-                    raise inside_of_blocks() from error
+                    raise inner_tensor_error() from error
                 raise
 
     def _traced(self, batch: Any, call: Callable[[nn.Module, Any], Any], *, writes_in_place: bool) -> StageFlow:
@@ -173,13 +173,13 @@ class Stages:
         """
         self._pass = _Pass(stage, flow, received, is_last=stage == self.num_stages - 1)
         try:
-            with contextlib.nullcontext() if self._pass.is_last else _hidden_hooks(self._model()):
+            with contextlib.nullcontext() if self._pass.is_last else _without_user_hooks(self._model()):
                 return forward()
         finally:
             self._pass = None
 
     @contextlib.contextmanager
-    def again(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor]) -> Iterator[None]:
+    def backward_context(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor]) -> Iterator[None]:
         """Context of the backward of a pass, in which checkpoints in the model call stage modules again."""
         self._pass = _Pass(stage, flow, received, recomputes=True)
         try:
@@ -192,20 +192,20 @@ class Stages:
         if self._tracer is not None:
             return self._tracer.call(module, compute, args, kwargs)
         if self._pass is None:
-            raise _not_whole(module.name)
+            raise _partial_model_error(module.name)
         return self._pass.call(module, compute, args, kwargs, self.device)
 
     def call_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a call of the model."""
         if self._pass is None or self._pass.recomputes:
-            raise _not_whole("the model")
+            raise _partial_model_error("the model")
         model = self._model()
         assert model is not None
         try:
-            output = (self._own or type(model).forward.__get__(model))(*args, **kwargs)
+            output = (self._previous_forward or type(model).forward.__get__(model))(*args, **kwargs)
         except _StageEnd:
             output = None
-        return output if self._pass.is_last else self._pass.handed_on()
+        return output if self._pass.is_last else self._pass.outputs()
 
 
 class _StageEnd(Exception):  # noqa: N818 - no error; an Exception, because torch then still runs hooks that ask for it
@@ -229,28 +229,28 @@ class _Pass:
         self.recomputes = recomputes
         self._stage = stage
         self._flow = flow
-        self._held = dict(received)  # received tensors, and those that this stage makes for the next one
-        self._is_over = False
+        self._tensors = dict(received)  # received tensors, and those that this stage makes for the next one
+        self._has_ended = False
 
     def call(
         self, module: StageModule, compute: Callable[..., Any], args: Any, kwargs: dict[str, Any], device: torch.device
     ) -> Any:
         """Return the output of a stage module: computed, received, or zeros."""
-        if self._is_over:
+        if self._has_ended:
             raise _StageEnd
-        number = self._place(module)
+        number = self._call_number(module)
         call = self._flow.calls[number]
         if call.leaves is not None and call.stage != self._stage:
-            return call.give(
-                tree_leaves((args, kwargs)), lambda place, leaf: self._given((number, place), leaf, device)
+            return call.make_result(
+                tree_leaves((args, kwargs)), lambda place, leaf: self._foreign_output((number, place), leaf, device)
             )
         output = compute(*args, **kwargs)
         if not (self.is_last or self.recomputes or call.leaves is None):
-            self._keep(number, output)
-            self._is_over = number == self._flow.last_call[self._stage]
+            self._store_outputs(number, output)
+            self._has_ended = number == self._flow.last_call[self._stage]
         return output
 
-    def _place(self, module: StageModule) -> int:
+    def _call_number(self, module: StageModule) -> int:
         """Return the number of this call of ``module`` in the flow; raises if the model's path has changed."""
         calls = self._flow.calls
         if self.recomputes:  # all calls of a module with parameters are on one stage
@@ -265,23 +265,23 @@ class _Pass:
             )
         return number
 
-    def _given(self, source: Source, leaf: Tensor, device: torch.device) -> Tensor:
+    def _foreign_output(self, source: Source, leaf: Tensor, device: torch.device) -> Tensor:
         """Return a tensor of another stage: received, or zeros that nothing uses."""
-        given = self._held.get(source)
-        if given is None:
-            given = zeros(leaf, device)
-        return given.clone(memory_format=torch.contiguous_format) if self._flow.writes_in_place else given
+        tensor = self._tensors.get(source)
+        if tensor is None:
+            tensor = zeros(leaf, device)
+        return tensor.clone(memory_format=torch.contiguous_format) if self._flow.writes_in_place else tensor
 
-    def _keep(self, number: int, output: Any) -> None:
+    def _store_outputs(self, number: int, output: Any) -> None:
         wanted = [source for source in self._flow.boundary[self._stage] if source[0] == number]
         leaves = tree_leaves(output) if wanted else ()
         for source in wanted:
             leaf = leaves[source[1]]
-            self._held[source] = leaf.clone() if self._flow.writes_in_place else leaf
+            self._tensors[source] = leaf.clone() if self._flow.writes_in_place else leaf
 
-    def handed_on(self) -> tuple[Tensor, ...]:
+    def outputs(self) -> tuple[Tensor, ...]:
         """Return the tensors for the next stage."""
-        return tuple(self._held[source] for source in self._flow.boundary[self._stage])
+        return tuple(self._tensors[source] for source in self._flow.boundary[self._stage])
 
 
 class _RootForward:
@@ -296,20 +296,20 @@ class _RootForward:
 
 
 @contextlib.contextmanager
-def _hidden_hooks(model: nn.Module | None) -> Iterator[None]:
+def _without_user_hooks(model: nn.Module | None) -> Iterator[None]:
     """Disable the user's hooks on the output of ``model``, because inner stages return activations."""
     assert model is not None
-    held = {name: model.__dict__[name] for name in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")}
-    for name, hooks in held.items():
+    hooks_of = {name: model.__dict__[name] for name in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")}
+    for name, hooks in hooks_of.items():
         ours = ((key, hook) for key, hook in hooks.items() if getattr(hook, "__module__", "").startswith("shardwise."))
         model.__dict__[name] = OrderedDict(ours)
     try:
         yield
     finally:
-        model.__dict__.update(held)
+        model.__dict__.update(hooks_of)
 
 
-def _replace_call(module: nn.Module, reference: weakref.ref[Stages], called: StageModule) -> None:
+def _replace_call(module: nn.Module, reference: weakref.ref[Stages], stage_module: StageModule) -> None:
     """Redirect calls of ``module``, hooks included, on the instance: others may read its class and ``forward``."""
     compiled = module._compiled_call_impl  # noqa: SLF001 - torch's own __call__ reads it
     itself, function = weakref.ref(module), type(module)._call_impl  # noqa: SLF001 - the same
@@ -317,22 +317,22 @@ def _replace_call(module: nn.Module, reference: weakref.ref[Stages], called: Sta
     def compute(*args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **kwargs) if compiled is not None else function(itself(), *args, **kwargs)  # type: ignore[arg-type]
 
-    def send(*args: Any, **kwargs: Any) -> Any:
+    def redirect(*args: Any, **kwargs: Any) -> Any:
         stages = reference()
         assert stages is not None
-        return stages.call_module(called, compute, args, kwargs)
+        return stages.call_module(stage_module, compute, args, kwargs)
 
-    module.__dict__["_call_impl" if compiled is None else "_compiled_call_impl"] = send
+    module.__dict__["_call_impl" if compiled is None else "_compiled_call_impl"] = redirect
 
 
-def _not_whole(what: str) -> StateError:
+def _partial_model_error(what: str) -> StateError:
     return StateError(
         f"{what} was called, but this rank holds only some of its pipeline stages.\n"
         "  Call sw.train_step(model, batch, ...) on every rank, or sw.eval_step where nothing is trained."
     )
 
 
-def shown_shapes(batch: Any) -> str:
+def describe_shapes(batch: Any) -> str:
     """Describe the shapes of a batch's tensors, for error messages."""
     leaves = tree_leaves(batch)
     return ", ".join(str(list(leaf.shape)) for leaf in leaves if isinstance(leaf, Tensor)) or "no tensors"

@@ -68,9 +68,9 @@ class StageModule:
 
     def compute_copy(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> Any:
         """Call the meta copy with zeros for weights on ``device``; on ``meta`` this computes only shapes."""
-        held = {name: torch.zeros(t.shape, dtype=t.dtype, device=device) for name, t in self.copied_tensors()}
+        zeros_by_name = {name: torch.zeros(t.shape, dtype=t.dtype, device=device) for name, t in self.copied_tensors()}
         with torch.no_grad(), KnownShapes():
-            return functional_call(self.meta_copy, held, args, dict(kwargs))
+            return functional_call(self.meta_copy, zeros_by_name, args, dict(kwargs))
 
 
 def find_stage_modules(model: nn.Module, blocks: Collection[str], starts: Collection[str] = ()) -> list[StageModule]:
@@ -93,18 +93,18 @@ def find_stage_modules(model: nn.Module, blocks: Collection[str], starts: Collec
             " begin: PipelinePolicy(first_of_stage=...); or set pp=1."
         )
     found: dict[int, StageModule] = {}
-    for path, module in _called(model, outermost):
+    for path, module in _stage_paths(model, outermost):
         found.setdefault(id(module), StageModule([], module)).paths.append(path)
     return _in_order_of_calls(model, list(found.values()))
 
 
-def _called(model: nn.Module, blocks: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+def _stage_paths(model: nn.Module, blocks: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
     inside = ""
     for path, module in model.named_modules(remove_duplicate=False):
         if inside and path.startswith(f"{inside}."):
             continue
-        holds_blocks = path == "" or any(block.startswith(f"{path}.") for block in blocks)
-        if path in blocks or (_is_called(module) and not holds_blocks):
+        contains_blocks = path == "" or any(block.startswith(f"{path}.") for block in blocks)
+        if path in blocks or (_is_called(module) and not contains_blocks):
             inside = path
             yield path, module
 
@@ -131,7 +131,7 @@ def assign_stages(modules: Sequence[StageModule], num_stages: int, first_of_stag
     """Set the stage of every module that has parameters; each stage has neighbouring modules."""
     costly = [module for module in modules if module.has_parameters]
     if first_of_stage:
-        starts = [0, *_named(first_of_stage, [module.name for module in costly], num_stages)]
+        starts = [0, *_starts_of_names(first_of_stage, [module.name for module in costly], num_stages)]
     else:
         starts = balance([_cost(module.module) for module in costly], num_stages)
     for stage, (start, stop) in enumerate(zip(starts, [*starts[1:], len(costly)], strict=True)):
@@ -139,7 +139,7 @@ def assign_stages(modules: Sequence[StageModule], num_stages: int, first_of_stag
             module.stage = stage
 
 
-def _named(names: Sequence[str], paths: Sequence[str], num_stages: int) -> list[int]:
+def _starts_of_names(names: Sequence[str], paths: Sequence[str], num_stages: int) -> list[int]:
     unknown = [name for name in names if name not in paths]
     if unknown:
         shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
@@ -159,7 +159,7 @@ def _cost(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if id(p) not in tables and p.dim() >= 2)
 
 
-def drop_foreign(
+def drop_other_stages(
     model: nn.Module, modules: Iterable[StageModule], stages: Collection[int]
 ) -> dict[str, tuple[int, ...]]:
     """Replace the modules of other stages, with their parameters, by placeholders.
@@ -169,12 +169,12 @@ def drop_foreign(
     Returns:
         By name, for every parameter of this rank that several stages share, these stages, ascending.
     """
-    holders = _holders(model, modules)
-    kept = {key for key, held in holders.items() if not held.isdisjoint(stages)}
+    users_of = _stages_of_parameters(model, modules)
+    kept = {key for key, users in users_of.items() if not users.isdisjoint(stages)}
     shared = {
-        name: tuple(sorted(holders[id(parameter)]))
+        name: tuple(sorted(users_of[id(parameter)]))
         for name, parameter in model.named_parameters()
-        if id(parameter) in kept and len(holders[id(parameter)]) > 1
+        if id(parameter) in kept and len(users_of[id(parameter)]) > 1
     }
     for module in modules:
         if module.stage is None or module.stage in stages:
@@ -187,19 +187,19 @@ def drop_foreign(
     return shared
 
 
-def held_parameters(model: nn.Module, modules: Iterable[StageModule], stages: Collection[int]) -> set[int]:
+def own_parameters(model: nn.Module, modules: Iterable[StageModule], stages: Collection[int]) -> set[int]:
     """Return the ``id`` of every parameter of a full model that belongs to one of ``stages``."""
-    return {key for key, held in _holders(model, modules).items() if not held.isdisjoint(stages)}
+    return {key for key, users in _stages_of_parameters(model, modules).items() if not users.isdisjoint(stages)}
 
 
-def _holders(model: nn.Module, modules: Iterable[StageModule]) -> dict[int, set[int]]:
+def _stages_of_parameters(model: nn.Module, modules: Iterable[StageModule]) -> dict[int, set[int]]:
     """The stages of each parameter, by its ``id``. A parameter outside of all stage modules is on every stage."""
     found: dict[int, set[int]] = {}
     for module in modules:
         if module.stage is not None:
             for parameter in module.module.parameters():
                 found.setdefault(id(parameter), set()).add(module.stage)
-    every = {stage for held in found.values() for stage in held}
+    every = {stage for users in found.values() for stage in users}
     return {id(parameter): found.get(id(parameter), every) for parameter in model.parameters()}
 
 
@@ -272,7 +272,7 @@ def make_meta_copy(model: nn.Module, modules: Sequence[StageModule]) -> nn.Modul
     return copied
 
 
-def show_zeros(meta_copy: nn.Module, modules: Iterable[StageModule], device: torch.device) -> None:
+def use_zeros(meta_copy: nn.Module, modules: Iterable[StageModule], device: torch.device) -> None:
     """Replace meta tensors of a meta copy by zeros on the activations' device, which forwards may read.
 
     The zeros have the memory of one element. Only buffers outside of all stage modules, to which a forward may write,
@@ -292,13 +292,13 @@ def show_zeros(meta_copy: nn.Module, modules: Iterable[StageModule], device: tor
 
 def _tensors_of(model: nn.Module) -> list[Tensor]:
     """The parameters, buffers and tensors in plain attributes of a model, each once."""
-    held = [
+    tensors = [
         tensor
         for module in model.modules()
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values())
         if isinstance(tensor, Tensor)
     ]
-    return list({id(tensor): tensor for tensor in held}.values())
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _like(tensor: Tensor, made: Tensor) -> Tensor:

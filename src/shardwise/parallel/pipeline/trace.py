@@ -59,17 +59,17 @@ class Call:
     spec: TreeSpec | None = None
     stage: int = 0
 
-    def give(self, arguments: Sequence[Any], make: Callable[[int, Tensor], Any]) -> Any:
+    def make_result(self, arguments: Sequence[Any], make: Callable[[int, Tensor], Any]) -> Any:
         """Return the result of the call, with new tensors from ``make``."""
         assert self.leaves is not None
         assert self.spec is not None
-        given = []
+        values = []
         for place, leaf in enumerate(self.leaves):
             if isinstance(leaf, Argument):
-                given.append(arguments[leaf.place])
+                values.append(arguments[leaf.place])
             else:
-                given.append(make(place, leaf) if isinstance(leaf, Tensor) else leaf)
-        return tree_unflatten(given, self.spec)
+                values.append(make(place, leaf) if isinstance(leaf, Tensor) else leaf)
+        return tree_unflatten(values, self.spec)
 
 
 @dataclass
@@ -83,14 +83,14 @@ class StageFlow:
         last_call: The number of each stage's last call.
         writes_in_place: Whether the model writes to arguments or results of stage modules, as torchvision's VGG does
             (``nn.ReLU(inplace=True)``), so that placeholders need memory.
-        learned: The shapes and dtypes that stages have announced in steps of this kind.
+        announced: The shapes and dtypes that stages have announced in steps of this kind.
     """
 
     calls: list[Call]
     boundary: list[tuple[Source, ...]] = field(default_factory=list)
     last_call: list[int] = field(default_factory=list)
     writes_in_place: bool = False
-    learned: dict[Hashable, Any] = field(default_factory=dict)
+    announced: dict[Hashable, Any] = field(default_factory=dict)
 
     def leaf(self, source: Source) -> Tensor:
         """Return a boundary tensor of the trace, on ``meta``."""
@@ -114,7 +114,7 @@ class Tracer:
         self._writes_in_place = writes_in_place
         self._calls: list[Call] = []
         self._inside = tuple(f"{module.name}." for module in modules)
-        self._marks = FlowMarks(self._read_error, None if device.type == "meta" else inside_of_blocks)
+        self._marks = FlowMarks(self._read_error, None if device.type == "meta" else inner_tensor_error)
         for module in modules:
             for name, tensor in module.copied_tensors() if module.has_parameters else ():
                 if not self._marks.of([tensor]):  # otherwise it is tied to an earlier one
@@ -127,14 +127,14 @@ class Tracer:
             for name, buffer in meta_copy.named_buffers()
             if not name.startswith(self._inside)
         ]
-        with self._marks.follow():
+        with self._marks.propagate():
             output = forward()
         now = dict(meta_copy.named_buffers())
         for name, buffer, version in buffers:
             if now.get(name) is not buffer or buffer._version != version:  # noqa: SLF001 - the same
-                raise _written_buffer(name)
+                raise _written_buffer_error(name)
         outside = [m for path, m in meta_copy.named_modules() if not f"{path}.".startswith(self._inside)]
-        final = self._reached([*tensors_in(output), *tensors_in([v for m in outside for v in vars(m).values()], 4)])
+        final = self._sources_of([*tensors_in(output), *tensors_in([v for m in outside for v in vars(m).values()], 4)])
         _assign_stages(self._calls, num_stages)
         boundary, last_call = _boundaries(self._calls, final, num_stages)
         return StageFlow(self._calls, boundary, last_call, self._writes_in_place)
@@ -143,43 +143,43 @@ class Tracer:
         self, module: StageModule, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Record a call of the meta copy of ``module``; returns a placeholder for its result."""
-        if self._marks.is_aside:  # a nested call while shapes are computed
+        if self._marks.is_paused:  # a nested call while shapes are computed
             return compute(*args, **kwargs)
         arguments, spec = tree_flatten((args, dict(kwargs)))
-        number, call = len(self._calls), Call(module, self._reached(arguments))
+        number, call = len(self._calls), Call(module, self._sources_of(arguments))
         self._calls.append(call)
         if module.has_parameters:
             if not torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
-                raise _without_grad(module.name)
-            with self._marks.aside():
-                output = self._computed(module, arguments, spec)
+                raise _no_grad_error(module.name)
+            with self._marks.paused():
+                output = self._compute_shapes(module, arguments, spec)
         else:
             versions, saved = _versions(arguments), module.saved_state()
             states = _versions(saved)
             output = compute(*args, **kwargs)
-            found = self._reached(tree_leaves(output))
+            found = self._sources_of(tree_leaves(output))
             # Unsaved buffers may change with the batch, as those of transformers' rotary embeddings do.
-            if _versions(module.saved_state()) != states or self._reached(t for _, t in module.copied_tensors()):
-                raise _keeps_state(module.name)
+            if _versions(module.saved_state()) != states or self._sources_of(t for _, t in module.copied_tensors()):
+                raise _state_error(module.name)
             # It depends only on the batch, or writes to its arguments: every stage runs it.
             if _versions(arguments) != versions or not found:
                 return output
             call.inputs |= found
         leaves, call.spec = tree_flatten(output)
         places = {id(each): Argument(place) for place, each in enumerate(arguments) if not _is_constant(each)}
-        with self._marks.aside():  # detached: the flow is kept, and a graph would keep the traced batch's tensors
+        with self._marks.paused():  # detached: the flow is kept, and a graph would keep the traced batch's tensors
             kept = [leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         call.leaves = [places.get(id(leaf), keep) for leaf, keep in zip(leaves, kept, strict=True)]
-        return call.give(arguments, lambda place, leaf: self._placeholder((number, place), leaf))
+        return call.make_result(arguments, lambda place, leaf: self._placeholder((number, place), leaf))
 
-    def _computed(self, module: StageModule, arguments: Sequence[Any], spec: TreeSpec) -> Any:
+    def _compute_shapes(self, module: StageModule, arguments: Sequence[Any], spec: TreeSpec) -> Any:
         """Call the meta copy; arguments in its result are replaced by the given ones."""
-        spare = [a if isinstance(a, Tensor) else _copied(a) for a in arguments]
+        copies = [a if isinstance(a, Tensor) else _copied(a) for a in arguments]
         try:
             given, versions, output = _attempt(module, arguments, spec, torch.device("meta"))
         except Exception as error:  # noqa: BLE001 - the module may need values, as Mixtral's experts do
             try:
-                given, versions, output = _attempt(module, spare, spec, self._device)
+                given, versions, output = _attempt(module, copies, spec, self._device)
             except Exception as second:
                 raise PlanError(
                     f"the shapes of what {module.name!r} returns could not be found, neither on the meta device"
@@ -203,7 +203,7 @@ class Tracer:
         self._marks.add(made, {source})
         return made.clone(memory_format=torch.contiguous_format) if self._writes_in_place else made
 
-    def _reached(self, values: Iterable[Any]) -> frozenset[Source]:
+    def _sources_of(self, values: Iterable[Any]) -> frozenset[Source]:
         """Return the outputs of stage modules from which ``values`` were computed."""
         marks = self._marks.of(values)
         _refuse_weights(marks)
@@ -229,7 +229,7 @@ def _refuse_weights(marks: Iterable[Source | Weight]) -> None:
         )
 
 
-def inside_of_blocks() -> PlanError:
+def inner_tensor_error() -> PlanError:
     """Make the error for a model that uses a tensor from inside a block of another stage."""
     return PlanError(
         "the model's forward uses or returns tensors from inside its blocks that the blocks do not return, such as"
@@ -238,7 +238,7 @@ def inside_of_blocks() -> PlanError:
     )
 
 
-def _written_buffer(name: str) -> PlanError:
+def _written_buffer_error(name: str) -> PlanError:
     return PlanError(
         f"the model's own forward writes to the buffer {name!r} (self.{name.rpartition('.')[2]}.add_(...)), which every"
         " pipeline stage would do with other values.\n"
@@ -246,7 +246,7 @@ def _written_buffer(name: str) -> PlanError:
     )
 
 
-def _keeps_state(name: str) -> PlanError:
+def _state_error(name: str) -> PlanError:
     return PlanError(
         f"{name!r} has no parameters, so that every pipeline stage has it, but writes to its buffers, which would"
         " differ from stage to stage.\n"
@@ -254,7 +254,7 @@ def _keeps_state(name: str) -> PlanError:
     )
 
 
-def _without_grad(name: str) -> PlanError:
+def _no_grad_error(name: str) -> PlanError:
     return PlanError(
         f"the model's forward calls {name!r} in a checkpoint with use_reentrant=True, or in torch.no_grad(), which"
         " cuts off the gradients of what pipeline stages send each other.\n"

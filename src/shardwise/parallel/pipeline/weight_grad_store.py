@@ -27,7 +27,7 @@ Key = tuple[int, int]
 class WeightGradStore:
     """Computes linear layers, and stores the terms of their weights' gradients until :meth:`compute`.
 
-    Terms are stored by key, the stage and microbatch given to :meth:`keep_for`.
+    Terms are stored by key, the stage and microbatch given to :meth:`store_for`.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -38,7 +38,7 @@ class WeightGradStore:
                 module.__dict__["forward"] = _LinearForward(self, module)
 
     @contextlib.contextmanager
-    def keep_for(self, key: Key | None) -> Iterator[None]:
+    def store_for(self, key: Key | None) -> Iterator[None]:
         """Store the weight gradients of computations inside under ``key``; ``None``: do not store them."""
         self._key = key
         try:
@@ -46,7 +46,7 @@ class WeightGradStore:
         finally:
             self._key = None
 
-    def keep(self, key: Key, parameter: Tensor, left: Tensor, right: Tensor | None = None) -> None:
+    def add_term(self, key: Key, parameter: Tensor, left: Tensor, right: Tensor | None = None) -> None:
         """Add a term to the gradient of ``parameter``: ``left @ right``, or the sum of the rows of ``left``."""
         self._terms.setdefault(key, {}).setdefault(id(parameter), (parameter, []))[1].append((left, right))
 
@@ -70,17 +70,17 @@ class WeightGradStore:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
         """Compute a linear layer; ``weight`` is (outputs, inputs), or (inputs, outputs) if transposed."""
-        key = self._key_for(weight, x.device)
+        key = self._key_of(weight, x.device)
         if key is None or not (bias is None or bias.is_leaf):
             return _linear(x, weight, bias, is_transposed)
         return _Linear.apply(x, weight, bias, (self, key), is_transposed)
 
     def add(self, output: Tensor, bias: Tensor) -> Tensor:
         """Add a bias to ``output`` in place, after the layer's sum over ranks."""
-        key = self._key_for(bias, output.device)
+        key = self._key_of(bias, output.device)
         return output.add_(bias) if key is None else _Add.apply(output, bias, (self, key))
 
-    def _key_for(self, parameter: Tensor, device: torch.device) -> Key | None:
+    def _key_of(self, parameter: Tensor, device: torch.device) -> Key | None:
         """Return the key for the gradient of ``parameter``; ``None``: autograd computes it, as of computed weights."""
         is_ready = torch.is_grad_enabled() and parameter.requires_grad and parameter.is_leaf
         return self._key if is_ready and not _is_autocast(device) else None
@@ -151,9 +151,9 @@ class _Linear(torch.autograd.Function):
         input_grad = None
         if ctx.needs_input_grad[0]:
             input_grad = grads.mm(weight.t() if ctx.is_transposed else weight).view(x.shape)
-        store.keep(key, ctx.weight, *((rows.t(), grads) if ctx.is_transposed else (grads.t(), rows)))
+        store.add_term(key, ctx.weight, *((rows.t(), grads) if ctx.is_transposed else (grads.t(), rows)))
         if ctx.needs_input_grad[2]:
-            store.keep(key, ctx.bias, grads)
+            store.add_term(key, ctx.bias, grads)
         return input_grad, None, None, None, None
 
 
@@ -170,5 +170,5 @@ class _Add(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (grad,), (store, key) = grad_outputs, ctx.store
-        store.keep(key, ctx.bias, grad.reshape(-1, grad.shape[-1]))
+        store.add_term(key, ctx.bias, grad.reshape(-1, grad.shape[-1]))
         return grad, None, None

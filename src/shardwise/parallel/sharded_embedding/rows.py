@@ -88,7 +88,7 @@ def table_weights(tables: Mapping[str, nn.Embedding]) -> dict[str, nn.Parameter]
     return {f"{path}.weight": weight for path, module in tables.items() for weight in module.parameters()}
 
 
-def spread_rows(
+def shard_rows(
     tables: Mapping[str, nn.Embedding],
     comm: Comm,
     dtypes_of: Callable[[str, nn.Embedding], tuple[torch.dtype, torch.dtype]],
@@ -104,11 +104,11 @@ def spread_rows(
     for path, module in tables.items():
         bounds = row_bounds(module.num_embeddings, comm.size)
         cuts = (Cut(0, ((bounds[comm.rank], bounds[comm.rank + 1]),)),)
-        held = Slice(tuple(module.weight.shape), cuts, names=(f"{path}.weight",))
-        master, handed_on = dtypes_of(path, module)
-        module.weight.data = copy_part(module.weight.data, held).to(master)
-        set_slice(module.weight, held)
-        RowShardedEmbedding(module, path, comm, bounds, handed_on).install()
+        part = Slice(tuple(module.weight.shape), cuts, names=(f"{path}.weight",))
+        master, output_dtype = dtypes_of(path, module)
+        module.weight.data = copy_part(module.weight.data, part).to(master)
+        set_slice(module.weight, part)
+        RowShardedEmbedding(module, path, comm, bounds, output_dtype).install()
         shown = f"{bounds[comm.rank]} to {bounds[comm.rank + 1]} of {module.num_embeddings}"
         notes.append(f"{path}: rows spread over {comm.size} ranks, here {shown}; those looked up travel")
     return notes
@@ -146,8 +146,8 @@ class _Route:
     """The exchange of one call's rows.
 
     Attributes:
-        cuts: Offsets, by owner, in this rank's distinct ids, and their number.
-        asked_cuts: Offsets, by requesting rank, in the ids that are requested from this rank, and their number.
+        id_bounds: Offsets, by owner, in this rank's distinct ids, and their number.
+        requested_bounds: Offsets, by requesting rank, in the ids that are requested from this rank, and their number.
         rows: The requested ids, as rows of this rank's weight.
         padding: Index among this rank's distinct ids of the padding id, which gets no gradient; -1: none.
     """
@@ -159,35 +159,36 @@ class _Route:
         if padding is not None and not wanted.is_meta:
             self.padding = next(iter((wanted == padding).nonzero().flatten().tolist()), -1)
         if wanted.is_meta:
-            self.cuts = self.asked_cuts = list(row_bounds(wanted.numel(), comm.size))
+            self.id_bounds = self.requested_bounds = list(row_bounds(wanted.numel(), comm.size))
         else:
             edges = torch.tensor(bounds, dtype=wanted.dtype, device=wanted.device)
-            self.cuts = torch.searchsorted(wanted, edges).tolist()
-            self.asked_cuts = self._exchange_counts(wanted, bounds[-1])
+            self.id_bounds = torch.searchsorted(wanted, edges).tolist()
+            self.requested_bounds = self._exchange_counts(wanted, bounds[-1])
         self.rows = self.to_owners(wanted) - bounds[comm.rank]
 
     def _exchange_counts(self, wanted: Tensor, num_rows: int) -> list[int]:
-        counts = [stop - start for start, stop in itertools.pairwise(self.cuts)]
-        is_inside = self.cuts[0] == 0 and self.cuts[-1] == wanted.numel()
+        counts = [stop - start for start, stop in itertools.pairwise(self.id_bounds)]
+        is_inside = self.id_bounds[0] == 0 and self.id_bounds[-1] == wanted.numel()
         if not is_inside:
             counts = [_OUTSIDE] * len(counts)  # all ranks raise, because the others would wait for this one
-        mine = torch.tensor(counts, dtype=torch.int64, device=wanted.device)
-        found = exchange_counts(mine, self.comm, self.name).flatten().tolist()
+        own_counts = torch.tensor(counts, dtype=torch.int64, device=wanted.device)
+        found = exchange_counts(own_counts, self.comm, self.name).flatten().tolist()
         if _OUTSIDE in found:
-            asked = f"for {wanted[0].item()} to {wanted[-1].item()}" if not is_inside else "for others"
-            who = [rank for rank, count in enumerate(found) if count == _OUTSIDE]
+            requested = f"for {wanted[0].item()} to {wanted[-1].item()}" if not is_inside else "for others"
+            ranks = [rank for rank, count in enumerate(found) if count == _OUTSIDE]
             raise IndexError(
-                f"{self.name!r} has rows 0 to {num_rows - 1}, but was asked {asked} by rank {', '.join(map(str, who))}."
+                f"{self.name!r} has rows 0 to {num_rows - 1}, but was asked {requested} by rank"
+                f" {', '.join(map(str, ranks))}."
             )
         return [0, *itertools.accumulate(found)]
 
     def to_owners(self, values: Tensor) -> Tensor:
         """Send one value for each row that this rank requested to the row's owner; returns those for its own rows."""
-        return exchange_rows(values, self.cuts, self.asked_cuts, self.comm, self.name)
+        return exchange_rows(values, self.id_bounds, self.requested_bounds, self.comm, self.name)
 
-    def to_askers(self, values: Tensor) -> Tensor:
+    def to_requesters(self, values: Tensor) -> Tensor:
         """Send one value for each requested row back to the requesting rank; returns those for this rank's ids."""
-        return exchange_rows(values, self.asked_cuts, self.cuts, self.comm, self.name)
+        return exchange_rows(values, self.requested_bounds, self.id_bounds, self.comm, self.name)
 
 
 class _Lookup(torch.autograd.Function):
@@ -195,7 +196,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, wanted: Tensor, inverse: Tensor, route: _Route) -> Tensor:
-        rows = route.to_askers(weight.index_select(0, route.rows))
+        rows = route.to_requesters(weight.index_select(0, route.rows))
         ctx.route, ctx.shape, ctx.num_wanted = route, weight.shape, wanted.numel()
         ctx.save_for_backward(inverse)
         return F.embedding(inverse, rows)
@@ -205,10 +206,10 @@ class _Lookup(torch.autograd.Function):
         (inverse,) = ctx.saved_tensors
         route: _Route = ctx.route
         # In the order of one process: each rank's ids in batch order, then the ranks in order, then one division.
-        mine = torch.ops.aten.embedding_dense_backward(grads[0], inverse, ctx.num_wanted, route.padding, False)  # noqa: FBT003
-        given = route.to_owners(mine)
-        total = given.new_zeros(ctx.shape)
-        cuts = route.asked_cuts
-        for start, stop in itertools.pairwise(cuts):
-            total.index_add_(0, route.rows[start:stop], given[start:stop])
+        own_grads = torch.ops.aten.embedding_dense_backward(grads[0], inverse, ctx.num_wanted, route.padding, False)  # noqa: FBT003
+        received = route.to_owners(own_grads)
+        total = received.new_zeros(ctx.shape)
+        bounds = route.requested_bounds
+        for start, stop in itertools.pairwise(bounds):
+            total.index_add_(0, route.rows[start:stop], received[start:stop])
         return total.div_(route.comm.size), None, None, None, None

@@ -27,7 +27,7 @@ from shardwise.spec.slice import slice_of
 from shardwise.spec.styles import generalized
 
 
-class Agreement:
+class BatchCheck:
     """Compares the ranks at the first call of a model with grad, and at the first such call with active dropout.
 
     Collective:
@@ -42,9 +42,9 @@ class Agreement:
     def install(self, model: nn.Module) -> None:
         """Compare the arguments of calls of ``model`` from now on."""
         self._dropouts = [module for module in model.modules() if "Dropout" in type(module).__name__]
-        model.register_forward_pre_hook(self._look, with_kwargs=True)
+        model.register_forward_pre_hook(self._check_call, with_kwargs=True)
 
-    def _look(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return  # generation compares prompts itself
         may_drop = model.training and any(_drops(module) for module in self._dropouts)
@@ -87,7 +87,7 @@ def _digest(tensor: Tensor) -> int:
 _ROUNDING, _ROUNDING_16_BIT = 1e-3, 2e-2
 
 
-class Copies:
+class GradientCheck:
     """Compares the first gradient of every replicated parameter, at the end of the backward that computes it.
 
     Collective:
@@ -100,7 +100,7 @@ class Copies:
         self._seen: dict[str, tuple[float, float, int, float]] = {}  # norm, sum, elements and allowed difference
         self._parts: dict[str, tuple[float, float]] = {}  # norm and sum of gradients before their sum over ranks
         self._backward = -1  # number of the backward at whose end gradients are compared
-        self._adding: dict[str, SharedParameters] = {}  # modules that sum their gradients over ranks, by path
+        self._summing: dict[str, SharedParameters] = {}  # modules that sum their gradients over ranks, by path
 
     def install(self, model: nn.Module, *, divides_sequence: bool) -> None:
         """Compare the first gradients of the replicated parameters of ``model``, to which the plan has been applied."""
@@ -111,22 +111,22 @@ class Copies:
                 call.handle = module.register_forward_hook(call)
             layer = module.__dict__.get("forward")
             if isinstance(layer, SharedParameters) and not divides_sequence:
-                layer.watch = partial(self._watch_part, path)
-                self._adding[path] = layer
+                layer.watch = partial(self._watch_partial, path)
+                self._summing[path] = layer
 
     def watch(self, name: str, parameter: Tensor) -> None:
         """Compare the next gradient of ``parameter``."""
-        self._hooks[name] = parameter.register_hook(partial(self._note, name))
+        self._hooks[name] = parameter.register_hook(partial(self._on_gradient, name))
 
-    def _watch_part(self, path: str, name: str, parameter: Tensor) -> None:
+    def _watch_partial(self, path: str, name: str, parameter: Tensor) -> None:
         if torch.is_grad_enabled() and parameter.requires_grad:
-            parameter.register_hook(partial(self._note_part, f"{path}.{name}"))
+            parameter.register_hook(partial(self._on_partial_gradient, f"{path}.{name}"))
 
-    def _note_part(self, name: str, gradient: Tensor) -> None:
+    def _on_partial_gradient(self, name: str, gradient: Tensor) -> None:
         if name not in self._parts:
             self._parts[name] = _norm_and_sum(gradient)
 
-    def _note(self, name: str, gradient: Tensor | None) -> None:
+    def _on_gradient(self, name: str, gradient: Tensor | None) -> None:
         if gradient is None or gradient.layout != torch.strided or not gradient.numel():
             self._hooks.pop(name).remove()  # a deferred gradient, or a sparse one
             return
@@ -147,7 +147,7 @@ class Copies:
             if not all(math.isfinite(value) for pair in found for value in pair):
                 continue  # a 16-bit overflow: compare the next gradient instead
             self._hooks.pop(name).remove()
-            adding = self._adding.pop(name.rpartition(".")[0], None)
+            adding = self._summing.pop(name.rpartition(".")[0], None)
             if adding is not None:
                 adding.watch = None
             norms, sums = zip(*found, strict=True)
@@ -161,11 +161,11 @@ class Copies:
             ):
                 counted.append(name)
         if different:
-            raise RankDisagreement(self._say_apart(different))
+            raise RankDisagreement(self._describe_different(different))
         if counted:
-            raise RankDisagreement(self._say_counted(counted))
+            raise RankDisagreement(self._describe_counted(counted))
 
-    def _say_apart(self, names: list[str]) -> str:
+    def _describe_different(self, names: list[str]) -> str:
         pattern = generalized(names[0])
         return (
             f"all {self._comm.size} ranks of a tensor-parallel group hold {_first_of(names)} whole, but got different"
@@ -175,7 +175,7 @@ class Copies:
             f" tp_plan={{{pattern!r}: 'colwise'}}."
         )
 
-    def _say_counted(self, names: list[str]) -> str:
+    def _describe_counted(self, names: list[str]) -> str:
         size = self._comm.size
         return (
             f"all {size} ranks of a tensor-parallel group use {_first_of(names)} with the same values, but the style"
@@ -196,7 +196,7 @@ def _norm_and_sum(gradient: Tensor) -> tuple[float, float]:
 class _FirstCall:
     """Hook of a module's first forward, during which the module has the full parameters that autograd sees."""
 
-    def __init__(self, copies: Copies, path: str, names: Sequence[str]) -> None:
+    def __init__(self, copies: GradientCheck, path: str, names: Sequence[str]) -> None:
         self.handle: RemovableHandle | None = None
         self._copies, self._path, self._names = copies, path, names
 

@@ -55,7 +55,7 @@ def own_ranges(length: int, size: int, rank: int) -> tuple[tuple[int, int], tupl
     return early, late
 
 
-def part_of(rank: int, source: int, length: int, *, is_causal: bool) -> Part:
+def ring_part(rank: int, source: int, length: int, *, is_causal: bool) -> Part:
     """The queries of ``rank`` and keys of ``source`` whose scores attention needs; both have ``length`` positions."""
     everything = slice(0, length)
     if not is_causal or source == rank:
