@@ -17,9 +17,9 @@ from typing import Any, Self
 import yaml
 
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.exact import check_exact
 from shardwise.spec.plan import ParallelPlan, plan_fields
 from shardwise.spec.text import did_you_mean, printable
+from shardwise.spec.tolerances import check_exact
 
 #: Steps of every engine before the first turn: orders are recorded, buckets rebuilt, optimizer state made.
 WARM_UP_STEPS = 3

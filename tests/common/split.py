@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.spec.exact import Tolerance, tolerance
 from shardwise.spec.slice import slice_of
+from shardwise.spec.tolerances import Tolerance, tolerance
 from shardwise.testing import (
     Comparison,
     Waiting,

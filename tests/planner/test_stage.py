@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from shardwise.planner.stage import Chain, fullest_passes, stage_blocks, stages
-from shardwise.spec.chain import balance
+from shardwise.spec.module_chain import balance
 from shardwise.spec.schedule import PipelinePolicy
 
 

@@ -26,11 +26,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.spec.chain import balance
-from shardwise.spec.facts import UnitFacts
 from shardwise.spec.memory.footprint import Replicas
+from shardwise.spec.module_chain import balance
 from shardwise.spec.schedule.actions import Kind, Schedule
 from shardwise.spec.traffic.data import Collective, all_reduced_numel, window_trace
+from shardwise.spec.unit_facts import UnitFacts
 from tests.parallel.pipeline.messages import Copies, CrossingBytes, messages
 from tests.parallel.tensor.step import TensorStep, gpt_elements
 

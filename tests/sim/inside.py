@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardwise.sim.step import Transfer, UnitSeconds
-from shardwise.spec.facts import UnitFacts
 from shardwise.spec.traffic.data import Collective
+from shardwise.spec.unit_facts import UnitFacts
 
 
 def inside(

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from shardwise.sim.step import StepUnit, Transfer, UnitSeconds, simulate_facts, simulate_step
 from shardwise.sim.streams import Slowdown
-from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.footprint import Replicas
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.traffic.data import step_trace
+from shardwise.spec.unit_facts import GroupFacts, UnitFacts
 
 ROOT = StepUnit("root", 1, 3, 2, 1, gather=(Transfer(1),), reduce=(Transfer(1),))
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.spec.facts import GroupFacts
 from shardwise.spec.granularity import TENSOR
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.footprint import (
@@ -19,6 +18,7 @@ from shardwise.spec.memory.footprint import (
     size_class,
 )
 from shardwise.spec.placement import PRESETS
+from shardwise.spec.unit_facts import GroupFacts
 
 #: Elements of the root and of each block of the even model: multiples of 64 for up to 64 ranks.
 ROOT, BLOCK, NUM_BLOCKS = 300 * 4096, 1000 * 4096, 6

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.spec.chain import LEAST_UNITS, MERGED_BYTES, Mergeable, default_limit, merge, merged_name
+from shardwise.spec.module_chain import LEAST_UNITS, MERGED_BYTES, Mergeable, default_limit, merge, merged_name
 
 
 def chain(*sizes: int, name: str = "blocks", kind: object = "fp32") -> list[Mergeable]:

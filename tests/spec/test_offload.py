@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.facts import GroupFacts
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.footprint import footprint
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import OffloadPolicy, check_offload, choose, offload_policy
+from shardwise.spec.unit_facts import GroupFacts
 
 
 def test_words_and_mappings_mean_policies() -> None:

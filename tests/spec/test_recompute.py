@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.footprint import gathered_bytes
 from shardwise.spec.placement import PRESETS
@@ -21,6 +20,7 @@ from shardwise.spec.policies import (
     wrap_by_name,
 )
 from shardwise.spec.traffic.data import step_trace
+from shardwise.spec.unit_facts import GroupFacts, UnitFacts
 
 
 def test_words_wrap_policies_and_mappings_mean_policies() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.spec.chain import balance
 from shardwise.spec.errors import PlanError
+from shardwise.spec.module_chain import balance
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 4))

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.granularity import ELEMENT, TENSOR, block
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.schedule import Kind
 from shardwise.spec.schedule import build as build_schedule
 from shardwise.spec.traffic.data import gather_bytes, reduction_bytes, step_trace, window_order, window_trace
+from shardwise.spec.unit_facts import GroupFacts, UnitFacts
 
 NUMEL = 6 * 64  # even at 1, 2, 3 and 6 ranks
 

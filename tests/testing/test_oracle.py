@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.spec.exact import tolerance
+from shardwise.spec.tolerances import tolerance
 from shardwise.testing import RankFailure, compare_with_one_process, run_on_ranks, train_step
 from tests.common.own import own
 

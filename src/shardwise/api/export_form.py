@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwise.api.model import logical_shape
 from shardwise.models.transformer import GPT
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.hub import local_folder
+from shardwise.spec.hf_cache import local_folder
 from shardwise.spec.shape.gpt import GPTConfig
 
 

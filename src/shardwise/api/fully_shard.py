@@ -30,14 +30,14 @@ from shardwise.engine.unit import Unit
 from shardwise.launch.log_once import log_once
 from shardwise.optim import checks
 from shardwise.optim.in_backward import refuse, refuse_sums
-from shardwise.spec.chain import merged_name
 from shardwise.spec.errors import MeshError, PlanError, StateError, Uncopyable
-from shardwise.spec.facts import EngineOptions
+from shardwise.spec.module_chain import merged_name
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import check_inner_size
 from shardwise.spec.policies import FULL_PRECISION, OffloadPolicy, PrecisionPolicy, translated
 from shardwise.spec.policies import offload_policy as parse_offload
 from shardwise.spec.replacement import Replacement
+from shardwise.spec.unit_facts import EngineOptions
 from shardwise.weights.init.sync import synchronise
 
 _ModuleOrList = TypeVar("_ModuleOrList", nn.Module, Sequence[nn.Module])

@@ -35,11 +35,11 @@ from shardwise.parallel.tensor.agreement import BatchCheck, GradientCheck
 from shardwise.parallel.tensor.apply import apply_sharding, part_of
 from shardwise.parallel.tensor.sharding_plan import ShardingPlan, plan_sharding
 from shardwise.spec.errors import PlanError
-from shardwise.spec.facts import EngineOptions
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import did_you_mean
+from shardwise.spec.unit_facts import EngineOptions
 from shardwise.weights.init.materialize import (
     InitArgument,
     LoadedLater,

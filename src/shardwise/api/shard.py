@@ -32,10 +32,10 @@ from shardwise.engine.storage.ignored import NOTHING, Ignored, ignored_of
 from shardwise.engine.storage.part import Part, RestoresParts, set_shard_class
 from shardwise.engine.unit import Unit
 from shardwise.optim import checks
-from shardwise.spec.facts import EngineOptions
 from shardwise.spec.granularity import TENSOR
 from shardwise.spec.placement import Placements
 from shardwise.spec.replacement import Replacement
+from shardwise.spec.unit_facts import EngineOptions
 from shardwise.weights.init.materialize import Source, fill_parameters
 
 

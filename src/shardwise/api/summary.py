@@ -20,7 +20,6 @@ from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.unit import Unit
 from shardwise.optim.in_backward import optimizers_in_backward
 from shardwise.spec.extent import describe_cuts, list_alike
-from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import ParamSpec, flat_ranges, rank_bytes
 from shardwise.spec.memory.footprint import Footprint, Replicas, StateBytes, footprint
@@ -35,6 +34,7 @@ from shardwise.spec.traffic.data import (
     window_order,
     window_trace,
 )
+from shardwise.spec.unit_facts import GroupFacts, UnitFacts
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.shard import Layout, frozen_layout, frozen_name, layout, shard_name
 from shardwise.checkpoint.storage import MANIFEST_NAME, storage_of
 from shardwise.checkpoint.table import Natural, PartitionColumns, Strict, Table, TensorColumns
-from shardwise.spec.collector import without_collection
+from shardwise.spec.gc_pause import gc_paused
 
 FORMAT_VERSION = 5
 
@@ -142,7 +142,7 @@ def decode(raw: bytes) -> Manifest:
     Raises:
         RefusedError: The manifest is invalid; the caller adds the place.
     """
-    with without_collection():
+    with gc_paused():
         return _decode(raw)
 
 

@@ -12,8 +12,8 @@ import typer
 
 from shardwise.cli.measured_run import read_fixed, rescaled
 from shardwise.cli.output import CONFIG_ENDINGS, check_writable, show, write
-from shardwise.spec.collector import without_collection
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.gc_pause import gc_paused
 from shardwise.spec.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _show_plans(
     from shardwise.sim.chrome import step_trace
 
     shape = subject.shape
-    with without_collection():
+    with gc_paused():
         plans = search(shape, cluster, workload, **fixed)
         lines: list[str] = []
         if measured:
@@ -235,7 +235,7 @@ def _show_largest(
     from shardwise.planner.legal import STRATEGIES
 
     wanted = (fixed["strategy"],) if "strategy" in fixed else STRATEGIES[:5]
-    with without_collection():
+    with gc_paused():
         found = list(largest(shape, cluster, workload, wanted, fixed))
     if is_json:
         rows = [
@@ -287,7 +287,7 @@ class Subject:
 
 def find_subject(model: str | None, spec: str | None = None) -> Subject:
     """Find the subject that MODEL names: a model or a configuration file. MODEL may be missing if a spec is given."""
-    from shardwise.spec.hub import how_to_fetch, is_hub_name, local_folder
+    from shardwise.spec.hf_cache import how_to_fetch, is_hub_name, local_folder
     from shardwise.spec.shape.gpt import PRESETS
     from shardwise.spec.shape.names import KNOWN, is_known, plain_name
 

@@ -14,14 +14,14 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.group import Form, Group
 from shardwise.engine.hooks import AfterForward, BeforeForward
 from shardwise.engine.unit import Member, Owner, Unit
-from shardwise.spec.chain import merged_name
-from shardwise.spec.facts import EngineOptions, GroupFacts
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import GroupLayout, ParamSpec
+from shardwise.spec.module_chain import merged_name
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.policies import OffloadPolicy
 from shardwise.spec.quantize import NO_QUANTIZATION
 from shardwise.spec.slice import slice_of
+from shardwise.spec.unit_facts import EngineOptions, GroupFacts
 
 #: Name of the root unit in traces and summaries.
 ROOT = "root"

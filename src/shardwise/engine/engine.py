@@ -36,9 +36,9 @@ from shardwise.engine.hooks import (
 from shardwise.engine.order import Backward, Forward, RankPeers
 from shardwise.engine.unit import Member, State, Unit
 from shardwise.spec.errors import CommError, StateError
-from shardwise.spec.facts import EngineOptions
 from shardwise.spec.order import AgreedOrder, EntryPoint, ModelOrders, units_in
 from shardwise.spec.placement import Placements
+from shardwise.spec.unit_facts import EngineOptions
 
 #: Whether ``extensions.safety.checks`` is active: observers are then called in every step, also where steps repeat.
 is_checking = False

@@ -26,9 +26,9 @@ from shardwise.comm.base import Done, Handle
 from shardwise.comm.dtype import memory_order, torch_dtype
 from shardwise.engine.gradient import Gradient
 from shardwise.spec.errors import StateError
-from shardwise.spec.facts import GroupFacts
 from shardwise.spec.layout import GroupLayout, Piece, ReduceLayout, contiguous_stride
 from shardwise.spec.placement import Placements
+from shardwise.spec.unit_facts import GroupFacts
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine

@@ -210,7 +210,7 @@ class Unit:
 
     Args:
         name: Name in traces and summaries.
-        modules: Its modules by path: one, or merged neighbours (``spec.chain``), none inside another.
+        modules: Its modules by path: one, or merged neighbours (``spec.module_chain``), none inside another.
         reshards: Whether the unit is released between forward and backward.
         inner_size: Number of ranks of ``dp_shard`` over which it then stays sharded; ``None``: all.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwise.spec.chain import balance
+from shardwise.spec.module_chain import balance
 from shardwise.spec.schedule import PipelinePolicy
 from shardwise.spec.schedule.actions import Kind, folded_ranks, looped_ranks
 from shardwise.spec.schedule.builders import computations
@@ -131,7 +131,7 @@ def fullest_passes(schedule: str, pp: int, num_microbatches: int, virtual: int, 
 
 @functools.lru_cache(maxsize=1024)
 def stage_blocks(chain: Chain, num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """For each stage the number of blocks from each run, balanced by ``spec.chain.balance`` with embedding and head."""
+    """For each stage the number of blocks from each run, balanced by ``balance`` with embedding and head."""
     if len(chain.counts) == 1 and not chain.embedding_cost:
         return tuple((n,) for n in _even(chain.counts[0], chain.costs[0], chain.head_cost, num_stages))
     runs = [run for run, count in enumerate(chain.counts) for _ in range(count)]

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from shardwise.spec.chain import Mergeable, default_limit, merge
-from shardwise.spec.facts import GroupFacts
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.footprint import (
     Footprint,
@@ -23,10 +21,12 @@ from shardwise.spec.memory.footprint import (
     reduce_bytes,
     stage_bytes,
 )
+from shardwise.spec.module_chain import Mergeable, default_limit, merge
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.policies import OffloadPolicy, choose
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
+from shardwise.spec.unit_facts import GroupFacts
 
 
 @dataclass(frozen=True, slots=True)

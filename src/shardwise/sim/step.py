@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardwise.sim.streams import COMPUTE, NO_SLOWDOWN, Slowdown, Task, Timeline, run
-from shardwise.spec.facts import UnitFacts
 from shardwise.spec.memory.footprint import Replicas
 from shardwise.spec.placement import Placements
 from shardwise.spec.traffic.data import Collective, step_walk, unit_collectives
 from shardwise.spec.traffic.moments import Moment, Moves, Walk, What
+from shardwise.spec.unit_facts import UnitFacts
 
 
 class Transfer(NamedTuple):

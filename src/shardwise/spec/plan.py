@@ -114,7 +114,7 @@ class ParallelPlan:
             microbatches.
         merge_units: Neighbouring units of a ``ModuleList`` or ``Sequential`` are gathered and reduced together up to
             this many bytes of parameters: fewer messages, more memory. ``"auto"``: up to 2 MiB (on CUDA 1 MiB a rank
-            if that is more), and at most an eighth of the model (``spec.chain``). ``False``: units are not merged.
+            if that is more), and at most an eighth of the model (``spec.module_chain``). ``False``: none are merged.
         forward_prefetch: How many units are gathered ahead of their turn in forward, in the order recorded by the first
             step. ``"auto"``: one. More units ahead hide slow gathers behind several small units; each needs the memory
             of one more gathered unit. 0 needs the least memory, and every gather is waited for.

@@ -24,7 +24,7 @@ generator that runs backwards itself, and after each of them yields the values t
 :class:`Waiting` or :class:`Mean`. Ranks of one reader (along ``tp``, ``pp``, ``cp``) have the same data.
 
 If a layout splits a sum that one process computes at once (``tp``, ``cp``, ``ep``, parameters shared by stages), pass a
-``tolerance`` (``shardwise.spec.exact.tolerance``). Values and norms are then compared relatively, parameters
+``tolerance`` (``shardwise.spec.tolerances.tolerance``). Values and norms are then compared relatively, parameters
 absolutely, and gradients and optimizer state not at all.
 """
 
@@ -50,9 +50,9 @@ from shardwise.engine.storage.optimizer import needed_by
 from shardwise.optim.clip import clip_grad_norm
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.parallel.pipeline.batch import LossFn, forward_loss, split_batch
-from shardwise.spec.exact import Tolerance
 from shardwise.spec.extent import Extent
 from shardwise.spec.granularity import row_numel
+from shardwise.spec.tolerances import Tolerance
 from shardwise.testing.probe import Probe, Shard, checks, optimizer_state, part_of, probe
 from shardwise.weights.state.model import full_state_dict
 

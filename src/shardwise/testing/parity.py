@@ -25,10 +25,10 @@ from shardwise.optim.scaler import GradScaler
 from shardwise.parallel.pipeline.batch import Forward, LossFn, split_batch
 from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import RankDisagreement, StateError
-from shardwise.spec.exact import check_exact, splits_sums, tolerance
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shown import Page, Shown, vars_of
+from shardwise.spec.tolerances import check_exact, splits_sums, tolerance
 from shardwise.testing.locate import Location, NoDifference, locate_difference
 from shardwise.testing.one_process import Job, OptimizerFactory, Run, largest_rate, run_one_process
 from shardwise.testing.record import Parallelize
@@ -175,7 +175,7 @@ def parity(
     Under data-parallel plans and ``pp``, on CPU in fp32, all results are bitwise equal, for models without dropout
     (whose results depend on the rank). ``data_parallel``, which cuts the batch, differs by rounding. If a sum is split,
     over ``tp``, ``cp`` or ``ep``, or over stages that share a parameter, a row holds if it is within
-    ``spec.exact.tolerance``.
+    ``spec.tolerances.tolerance``.
 
     Args:
         build_model: Builds the model; must give the same weights at every call (seed inside).

@@ -40,7 +40,6 @@ from shardwise.parallel.tensor.apply import copy_part
 from shardwise.sim.step import UnitSeconds, simulate_facts
 from shardwise.sim.streams import Timeline
 from shardwise.spec.extent import Extent
-from shardwise.spec.facts import UnitFacts
 from shardwise.spec.order import units_in
 from shardwise.spec.placement import Placements
 from shardwise.spec.slice import Slice

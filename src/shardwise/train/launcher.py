@@ -185,7 +185,7 @@ def _resuming(words: Sequence[str], lr: float | None = None) -> str:
 def launch_parity(raw: RawConfig, num_ranks: int, arguments: Sequence[str], *, strategies: Sequence[str]) -> int:
     """Check everything that needs no ranks, start the workers that compare, and return their exit code."""
     from shardwise.launch.elastic import launch
-    from shardwise.spec.exact import check_exact
+    from shardwise.spec.tolerances import check_exact
     from shardwise.train.parity import under_strategies
 
     for name in strategies:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.checkpoint.storage import MANIFEST_NAME, Url, deepspeed_advice, place_of
 from shardwise.spec.errors import CheckpointError, ConfigError
-from shardwise.spec.hub import folder_name, how_to_fetch, is_hub_name, local_folder
+from shardwise.spec.hf_cache import folder_name, how_to_fetch, is_hub_name, local_folder
 from shardwise.spec.text import printable
 from shardwise.train.checkpoints.checkpoints import find_checkpoint, saved_config
 from shardwise.train.checkpoints.saved_state import check_sections

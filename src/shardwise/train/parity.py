@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 import shardwise as sw
 from shardwise.launch.world import World, joined
 from shardwise.spec.errors import PlanError
-from shardwise.spec.exact import check_exact
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import check_offload
+from shardwise.spec.tolerances import check_exact
 from shardwise.testing.parity import ParityReport
 from shardwise.train.checkpoints.random_state import seed_all
 from shardwise.train.config.resolve import RunConfig, data_of, resolve

@@ -17,7 +17,7 @@ from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch import inject
 from shardwise.optim.scaler import needs_scaler
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.hub import hub_name
+from shardwise.spec.hf_cache import hub_name
 from shardwise.spec.run_files import MODEL, SAMPLES
 from shardwise.spec.text import printable
 from shardwise.train import folder

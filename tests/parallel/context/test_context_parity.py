@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.parallel.context import ring, root
 from shardwise.parallel.context.root import Division
-from shardwise.spec.exact import Tolerance
+from shardwise.spec.tolerances import Tolerance
 from shardwise.testing import RankFailure, run_on_ranks
 from tests.common.split import BLIND, SEQ, Case, check, compare
 from tests.parallel.tensor.test_tensor_families import Family

@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.engine import build as engine
 from shardwise.parallel.experts import route as expert_route
 from shardwise.spec.errors import MeshError, PlanError, StateError
-from shardwise.spec.exact import Tolerance
+from shardwise.spec.tolerances import Tolerance
 from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.common.own import own
 from tests.common.ranks import on_ranks, refusal

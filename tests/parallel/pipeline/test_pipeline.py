@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.spec.exact import Tolerance
+from shardwise.spec.tolerances import Tolerance
 from shardwise.testing import Comparison, compare_with_one_process, run_on_ranks, train_step
 from tests.common import models
 from tests.common.ranks import on_ranks

@@ -18,10 +18,10 @@ from shardwise.cli import main
 from shardwise.comm.axes import Comms, MeshRanks
 from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.extent import Extent
-from shardwise.spec.facts import EngineOptions
 from shardwise.spec.granularity import ELEMENT, ROW, Granularity
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.slice import Cut, Slice, even_ranges, set_slice
+from shardwise.spec.unit_facts import EngineOptions
 from shardwise.testing import probe, run_on_ranks
 from tests.common.blockwise import RowAdagrad
 from tests.common.ranks import on_ranks, refusal

@@ -22,10 +22,10 @@ from shardwise.engine.extensions.precision import Policies
 from shardwise.engine.storage.attachment import mark_of
 from shardwise.engine.storage.ignored import NOTHING, Ignored
 from shardwise.engine.storage.packed import is_quantizable
-from shardwise.spec.chain import Mergeable, default_limit, merge
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.granularity import assign
 from shardwise.spec.layout import is_dense
+from shardwise.spec.module_chain import Mergeable, default_limit, merge
 from shardwise.spec.placement import Placements
 from shardwise.spec.policies import WrapByClass, WrapByName, WrapBySize, WrapPolicy, name_matcher
 from shardwise.spec.quantize import Quantization

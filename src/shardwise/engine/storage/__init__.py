@@ -10,8 +10,8 @@ from shardwise.engine.group import Form
 from shardwise.engine.storage.host import OnHost
 from shardwise.engine.storage.inner import Inner
 from shardwise.engine.storage.packed import Frozen, Packed
-from shardwise.spec.facts import GroupFacts
 from shardwise.spec.policies import OffloadPolicy
+from shardwise.spec.unit_facts import GroupFacts
 
 
 def form_of(facts: GroupFacts, offload: OffloadPolicy | None) -> Form:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shardwise.measure.shapes import KnownShapes
-from shardwise.spec.chain import balance
 from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.module_chain import balance
 
 #: Modules that are registered before a chain and called after it, by the class that has both: OPT of transformers.
 _BEHIND_CHAIN = {"OPTDecoder": ("layers", ("final_layer_norm", "project_out"))}

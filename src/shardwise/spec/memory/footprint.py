@@ -35,8 +35,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 
-from shardwise.spec.facts import GroupFacts
 from shardwise.spec.layout import ParamSpec, flat_ranges
+from shardwise.spec.unit_facts import GroupFacts
 
 #: Function that returns the bytes of an optimizer's state of a parameter. Arguments: the parameter's name, the elements
 #: for which a rank has state, and bytes of an element.

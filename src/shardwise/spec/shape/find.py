@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwise.spec.bound import read_json
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.hub import folder_name, local_folder
+from shardwise.spec.hf_cache import folder_name, local_folder
 from shardwise.spec.shape.families import from_config
 from shardwise.spec.shape.gpt import PRESETS, GPTConfig, gpt_shape
 from shardwise.spec.shape.model import ModelShape

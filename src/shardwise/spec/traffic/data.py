@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.memory.footprint import Replicas, own_part, summed_numel
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.quantize import summed_cuts
 from shardwise.spec.traffic.moments import Moment, Walk, What
+from shardwise.spec.unit_facts import GroupFacts, UnitFacts
 
 
 class Collective(NamedTuple):

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from shardwise.spec.facts import UnitFacts
 from shardwise.spec.order import Ahead, units_ahead
+from shardwise.spec.unit_facts import UnitFacts
 
 
 class What(Enum):

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.spec.bound import MOST_JSON_BYTES, read_json
 from shardwise.spec.errors import CheckpointError, ShardwiseError
-from shardwise.spec.hub import how_to_fetch
+from shardwise.spec.hf_cache import how_to_fetch
 from shardwise.spec.precision import dtype_name
 from shardwise.spec.text import printable
 from shardwise.train.task import ANSWER, CAUSAL, CLASS, MASKED, Task

@@ -28,7 +28,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
 from shardwise.checkpoint.storage import place_of, redacted, without_secrets
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.hub import hub_name, local_folder
+from shardwise.spec.hf_cache import hub_name, local_folder
 from shardwise.spec.placement import Placements
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.run_files import CONFIG

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.spec.bound import read_json
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.hub import hub_name
+from shardwise.spec.hf_cache import hub_name
 from shardwise.spec.text import first_line, printable
 from shardwise.train.data.chat import rendered
 from shardwise.train.data.source import BYTE_VOCAB

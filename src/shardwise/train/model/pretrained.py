@@ -19,7 +19,7 @@ from shardwise.checkpoint.weights import WeightFiles
 from shardwise.comm.dtype import torch_dtype
 from shardwise.launch.log_once import log_once
 from shardwise.spec.errors import ConfigError, ShardwiseError
-from shardwise.spec.hub import local_folder
+from shardwise.spec.hf_cache import local_folder
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import first_line, printable
 from shardwise.train.config.hf import NotTrainedError, read_architecture, read_language_model

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.exact import Tolerance, check_exact, splits_sums, tolerance
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import PrecisionPolicy
+from shardwise.spec.tolerances import Tolerance, check_exact, splits_sums, tolerance
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import yaml
 
 from shardwise.cli.plan import find_subject
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.hub import how_to_fetch, hub_name, local_folder
+from shardwise.spec.hf_cache import how_to_fetch, hub_name, local_folder
 from shardwise.spec.shape.names import KNOWN, plain_name
 from shardwise.train.config.sections import read_config
 

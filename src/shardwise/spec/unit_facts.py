@@ -264,7 +264,7 @@ class EngineOptions:
             the next unit's gradients are collected.
         recompute: Modules to recompute in backward; ``None``: none.
         activation_offload: Modules whose activations are kept on the host; ``None``: none.
-        merge_limit: Most bytes of parameters of a merged unit; ``None``: the default of ``spec.chain``.
+        merge_limit: Most bytes of parameters of a merged unit; ``None``: the default of ``spec.module_chain``.
         offload: Data kept on the host; ``None``: none.
     """
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def without_collection() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause the collection of cyclic garbage in a block.
 
     Useful where many small objects and few cycles are made: scanning them repeatedly takes about a third of the time.
