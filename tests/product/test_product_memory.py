@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.parallel.pipeline.runner import ScheduleRunner
 from shardwise.spec.schedule import Kind, Schedule
 from shardwise.spec.schedule import build as build_schedule
-from shardwise.spec.schedule.closed import peak_held
+from shardwise.spec.schedule.closed import peak_stored_pairs
 from shardwise.testing import Probe, StorageCount, probe, run_on_ranks
 from tests.engine.test_memory import Storages
 from tests.product.step import gpt_stages
@@ -238,7 +238,7 @@ def test_activations_in_flight_are_those_that_the_schedule_says():
     for rank, found in enumerate(run_on_ranks(watch, PP, tuple(SCHEDULES), PP, timeout_s=150)):
         for name, (held, most_in_flight) in found.items():
             schedule = build_schedule(name, PP, M, SCHEDULES[name])
-            assert most_in_flight == peak_held(name, PP, M, SCHEDULES[name], rank).in_flight, (name, rank)
+            assert most_in_flight == peak_stored_pairs(name, PP, M, SCHEDULES[name], rank).in_flight, (name, rank)
             change = changes(held)
             assert not any(size for (kind, _), size in change.items() if "send" in kind or "receive" in kind)
             whole = [change.get(("forward", stage), 0) for stage in range(schedule.num_stages)]
@@ -257,7 +257,7 @@ def test_between_its_two_backwards_a_stage_under_tp_keeps_what_the_gradients_of_
         rank = place // tp
         for name, (held, most_in_flight) in found.items():
             schedule = build_schedule(name, pp, M, SCHEDULES[name])
-            assert most_in_flight == peak_held(name, pp, M, SCHEDULES[name], rank).in_flight, (name, rank)
+            assert most_in_flight == peak_stored_pairs(name, pp, M, SCHEDULES[name], rank).in_flight, (name, rank)
             change = changes(held)
             for stage in schedule.stages(rank):
                 # Of each token and block: what goes into four layers, and the gradients of what comes out of them.

@@ -197,6 +197,6 @@ def test_llamas_parameters_are_balanced_over_the_whole_model_where_no_single_one
 def test_owners_decide_whose_slice_a_parameter_lies_in():
     layout = layout_of(((5, 7), (3,), (64,), ()), 3, TENSOR, owners=(2, 0, 2, 0))
     assert [[piece.index for piece in layout.owned(rank)] for rank in range(3)] == [[1, 3], [], [0, 2]]
-    assert layout.cuts == (0, 128, 128, 256)
+    assert layout.bounds == (0, 128, 128, 256)
     other = dataclasses.replace(layout, owners=(0, 0, 2, 0))
     assert layout.fingerprint() != other.fingerprint()

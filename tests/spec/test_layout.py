@@ -73,13 +73,13 @@ def test_pieces_lie_where_the_gathered_buffer_has_them(layout):
         for piece in layout.owned(rank):
             assert piece.offset >= 0
             assert piece.offset + piece.numel <= layout.slice_numel(rank)
-            gathered = layout.cuts[rank] + piece.offset
+            gathered = layout.bounds[rank] + piece.offset
             assert gathered == layout.offsets[piece.index] + piece.start
 
 
 @given(layouts())
 def test_parameters_and_slices_start_at_multiples_of_64_elements_and_256_bytes(layout):
-    starts = [*layout.offsets, *layout.cuts]
+    starts = [*layout.offsets, *layout.bounds]
     for start in starts:
         assert start % ALIGN_NUMEL == 0
         assert start * item_bytes(layout.params[0].dtype) % ALIGN_BYTES == 0
@@ -90,7 +90,7 @@ def test_parameters_do_not_overlap_and_fit(layout):
     ranges = sorted((offset, offset + param.numel) for offset, param in zip(layout.offsets, layout.params, strict=True))
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
     assert ranges[-1][1] <= layout.numel
-    assert layout.cuts[0] == 0
+    assert layout.bounds[0] == 0
     assert layout.numel == sum(layout.slice_numel(rank) for rank in range(layout.size))
     assert min(layout.slice_numel(rank) for rank in range(layout.size)) >= 0
     assert layout.padding_numel == layout.numel - sum(param.numel for param in layout.params) >= 0
@@ -199,8 +199,8 @@ def test_a_gradient_lies_in_the_slice_of_the_rank_that_owns_it_at_the_same_place
     reduce = ReduceLayout(layout, layout.size if scatters else 1)
     found = {}
     for piece in reduce.pieces:
-        place = bisect.bisect_right(reduce.cuts, piece.offset) - 1
-        offset = piece.offset - reduce.cuts[place]
+        place = bisect.bisect_right(reduce.bounds, piece.offset) - 1
+        offset = piece.offset - reduce.bounds[place]
         assert offset + piece.numel <= reduce.data_numel(place)
         found.setdefault(place, []).append(dataclasses.replace(piece, offset=offset))
     if scatters:
@@ -216,8 +216,8 @@ def test_a_gradient_lies_in_the_slice_of_the_rank_that_owns_it_at_the_same_place
 @given(layouts(), st.booleans())
 def test_slices_of_a_gradient_buffer_are_aligned_and_those_that_hold_something_have_a_header(layout, scatters):
     reduce = ReduceLayout(layout, layout.size if scatters else 1)
-    assert reduce.cuts[-1] == reduce.numel
-    assert all(cut % ALIGN_NUMEL == 0 for cut in reduce.cuts)
+    assert reduce.bounds[-1] == reduce.numel
+    assert all(cut % ALIGN_NUMEL == 0 for cut in reduce.bounds)
     if layout.is_even:
         assert reduce.numel % layout.size == 0
         assert reduce.uneven_bounds is None
@@ -233,7 +233,7 @@ def test_the_example_of_the_docstring():
     wq, bq, wo = ParamSpec("wq", (12, 12)), ParamSpec("bq", (12,)), ParamSpec("wo", (12, 12))
     layout = GroupLayout.build([wq, bq, wo], 2)
     assert layout.offsets == (0, 192, 256)
-    assert layout.cuts == (0, 256, 512)
+    assert layout.bounds == (0, 256, 512)
     assert [(piece.index, piece.start, piece.stop, piece.offset) for piece in layout.owned(0)] == [
         (0, 0, 144, 0),
         (1, 0, 12, 192),

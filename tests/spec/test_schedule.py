@@ -22,7 +22,7 @@ from shardwise.spec.schedule import (
     closed,
     forward_only,
 )
-from shardwise.spec.schedule.closed import Held, held, peak_held
+from shardwise.spec.schedule.closed import StoredPairs, peak_stored_pairs, stored_pairs
 from shardwise.spec.schedule.closed import measured as step_measured
 from shardwise.spec.schedule.simulate import Durations, simulate
 
@@ -159,15 +159,15 @@ def test_durations_are_positive():
 def test_the_microbatches_that_a_rank_holds_are_the_closed_form(schedule):
     for rank, actions in enumerate(schedule.actions):
         pp, m, v = schedule.num_ranks, schedule.num_microbatches, schedule.num_virtual_stages
-        assert held(actions) == peak_held(schedule.name, pp, m, v, rank)
-        assert max(held(actions, stage).in_flight for stage in schedule.stages(rank)) <= m
+        assert stored_pairs(actions) == peak_stored_pairs(schedule.name, pp, m, v, rank)
+        assert max(stored_pairs(actions, stage).in_flight for stage in schedule.stages(rank)) <= m
 
 
 def test_a_stage_holds_what_is_between_its_own_forward_and_backward():
     actions = build("zb-v", 3, 6).actions[0]
-    assert [held(actions, stage) for stage in (0, 5)] == [Held(6, 6), Held(1, 1)]
+    assert [stored_pairs(actions, stage) for stage in (0, 5)] == [StoredPairs(6, 6), StoredPairs(1, 1)]
     actions = build("zb-h1", 3, 6).actions[2]
-    assert held(actions, 2) == held(actions) == Held(activations=1, in_flight=3)
+    assert stored_pairs(actions, 2) == stored_pairs(actions) == StoredPairs(activations=1, in_flight=3)
 
 
 # -- what is broken is found

@@ -72,7 +72,7 @@ def _number(option: str, text: str) -> Fraction:
 
 def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
     """Return the drawing, and below it the costs of the schedule."""
-    from shardwise.spec.schedule.closed import held, rows
+    from shardwise.spec.schedule.closed import rows, stored_pairs
 
     v = built.num_virtual_stages
     outer = _closed(built, durations, is_inner=False)
@@ -88,7 +88,7 @@ def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
     inner = _closed(built, durations, is_inner=True)
     if timing.inner_bubble != timing.bubble:
         lines.append(f"inner bubble {_both(timing.inner_bubble, inner)}, between a rank's first and last computation")
-    counted = [held(actions) for actions in built.actions]
+    counted = [stored_pairs(actions) for actions in built.actions]
     lines.append(f"in flight    {_per_rank([h.in_flight for h in counted])} of {built.num_microbatches * v}, at most")
     if built.is_split:
         lines.append(f"activations  {_per_rank([h.activations for h in counted])}, until the input's gradient is there")
@@ -117,7 +117,7 @@ def _per_rank(counts: list[int]) -> str:
 
 def _facts(built: Schedule, timing: Timing, durations: Durations) -> dict[str, Any]:
     """Return the schedule and its timing as plain data, with times and bubbles as numbers."""
-    from shardwise.spec.schedule.closed import held
+    from shardwise.spec.schedule.closed import stored_pairs
 
     when = {span.action: span for spans in timing.spans for span in spans}
     closed = [_closed(built, durations, is_inner=is_inner) for is_inner in (False, True)]
@@ -136,8 +136,8 @@ def _facts(built: Schedule, timing: Timing, durations: Durations) -> dict[str, A
         "ranks": [
             {
                 "stages": built.stages(rank),
-                "in_flight": held(actions).in_flight,
-                "activations": held(actions).activations,
+                "in_flight": stored_pairs(actions).in_flight,
+                "activations": stored_pairs(actions).activations,
                 "sent_messages": sum(action.kind.is_send for action in actions),
                 "received_messages": sum(action.kind.is_receive for action in actions),
                 "actions": [_action_facts(action, when.get(action), timing.unit) for action in actions],

@@ -490,5 +490,5 @@ class Wrapper(Comm):
         """As :meth:`Comm.unrecorded`."""
         return self._inner.unrecorded()
 
-    def _start(self, *given: Any, **named: Any) -> Stamp:
-        return self._inner._start(*given, **named)
+    def _start(self, *args: Any, **kwargs: Any) -> Stamp:
+        return self._inner._start(*args, **kwargs)

@@ -146,10 +146,10 @@ class NcclComm(Comm):
                 stack.enter_context(self._host.record(found))
             yield found
 
-    def _start(self, *given: Any, **named: Any) -> Stamp:
+    def _start(self, *args: Any, **kwargs: Any) -> Stamp:
         """As :meth:`Comm._start`."""
         self._ledger.check()
-        stamp = super()._start(*given, **named)
+        stamp = super()._start(*args, **kwargs)
         if self._record_order is not None and stamp.kind != "message":
             self._record_order(stamp)
         return stamp

@@ -154,19 +154,19 @@ class _Variables:
                 return int(text)
         return None
 
-    def required(self, *names: str, given: str, minimum: int = 0) -> int:
+    def required(self, *names: str, other: str, minimum: int = 0) -> int:
         number = self.number(*names, minimum=minimum)
         if number is None:
             raise ConfigError(
-                f"{given} is set in the environment, but {names[0]} is not.\n"
-                f"  Set {names[0]} too, or start with torchrun, which sets all of them; or unset {given}."
+                f"{other} is set in the environment, but {names[0]} is not.\n"
+                f"  Set {names[0]} too, or start with torchrun, which sets all of them; or unset {other}."
             )
         return number
 
 
 def _from_rank_variables(variables: _Variables) -> World:
-    rank = variables.required("RANK", given="WORLD_SIZE")
-    size = variables.required("WORLD_SIZE", given="RANK", minimum=1)
+    rank = variables.required("RANK", other="WORLD_SIZE")
+    size = variables.required("WORLD_SIZE", other="RANK", minimum=1)
     address, port = variables.text("MASTER_ADDR"), _port(variables)
     if variables.has(RENDEZVOUS_DIR):
         source = "launcher"
@@ -220,8 +220,8 @@ def _is_task_of_slurm(variables: _Variables) -> bool:
 
 
 def _from_slurm(variables: _Variables) -> World:
-    rank = variables.required("SLURM_PROCID", given="SLURM_PROCID")
-    size = variables.required("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", given="SLURM_PROCID", minimum=1)
+    rank = variables.required("SLURM_PROCID", other="SLURM_PROCID")
+    size = variables.required("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", other="SLURM_PROCID", minimum=1)
     nodes_text = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     hosts = expand_nodelist(nodes_text) if nodes_text is not None else []
     num_nodes = variables.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", minimum=1)
@@ -244,7 +244,7 @@ def _from_slurm(variables: _Variables) -> World:
     return World(
         rank=rank,
         size=size,
-        local_rank=variables.required("SLURM_LOCALID", given="SLURM_PROCID"),
+        local_rank=variables.required("SLURM_LOCALID", other="SLURM_PROCID"),
         local_size=_slurm_local_size(variables, size, num_nodes),
         num_nodes=num_nodes,
         master_addr=address,

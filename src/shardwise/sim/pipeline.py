@@ -25,7 +25,7 @@ from shardwise.spec.placement import Placements
 from shardwise.spec.schedule.actions import Kind, Schedule
 from shardwise.spec.schedule.builders import computations
 from shardwise.spec.schedule.simulate import Durations, Key, Timing, simulate
-from shardwise.spec.traffic.moments import What
+from shardwise.spec.traffic.moments import Event
 
 #: Durations are rounded to multiples of this many seconds, so that the simulation's whole numbers stay small.
 _TICK_S = Fraction(1, 10**10)
@@ -215,9 +215,9 @@ def stage_seconds(
         is_first_of_window=True,
         ahead=(1 if releases else len(chain), 1),
     )
-    half = next(index for index, moment in enumerate(moments) if moment.what is What.FORWARD_END) + 1
+    half = next(index for index, moment in enumerate(moments) if moment.event is Event.FORWARD_END) + 1
     forward, backward = moments[:half], moments[half:]
-    silent = [moment for moment in backward if moment.what not in {What.REDUCE, What.ADVANCE}]
+    silent = [moment for moment in backward if moment.event not in {Event.REDUCE, Event.ADVANCE}]
     ways = {
         "forward": run(lower(chain, forward, is_gathered=releases), slowdown),
         "first": run(lower(chain, forward, is_gathered=placements.shards_optimizer), slowdown),

@@ -30,7 +30,7 @@ from shardwise.sim.streams import COMPUTE, NO_SLOWDOWN, Slowdown, Task, Timeline
 from shardwise.spec.memory.footprint import Replicas
 from shardwise.spec.placement import Placements
 from shardwise.spec.traffic.data import Collective, step_walk, unit_collectives
-from shardwise.spec.traffic.moments import Moment, Moves, Walk, What
+from shardwise.spec.traffic.moments import Event, Moment, UnitTraits, Walk
 from shardwise.spec.unit_facts import UnitFacts
 
 
@@ -212,7 +212,7 @@ def chain_moments(
 ) -> tuple[Moment, ...]:
     """The moments of one microbatch for a root (unit 0) that encloses a chain of units."""
     units = {
-        unit: Moves(
+        unit: UnitTraits(
             str(unit),
             frozenset({0, unit}) if unit else range(num_units),
             ahead=ahead,
@@ -276,19 +276,19 @@ class _Lowering:
     updating: tuple[int, ...] = ()
 
     def add(self, moment: Moment) -> None:
-        what, number = moment.what, moment.unit
-        if what is What.WAIT:
+        what, number = moment.event, moment.unit
+        if what is Event.WAIT:
             self.waits += self.gathering.pop(number, ())
-        elif what is What.GATHER:
+        elif what is Event.GATHER:
             self._gather(number, is_kept=moment.is_kept)
-        elif what is What.REDUCE:
+        elif what is Event.REDUCE:
             self._reduce(self.units[number], number)
-        elif what is What.ADVANCE:
+        elif what is Event.ADVANCE:
             self._advance(self.units[number], number, is_last=moment.is_last)
         elif number < 0:
-            self._end(is_forward=what is What.FORWARD_END)
+            self._end(is_forward=what is Event.FORWARD_END)
         else:
-            self._enter(self.units[number], number, is_forward=what is What.FORWARD)
+            self._enter(self.units[number], number, is_forward=what is Event.FORWARD)
 
     def finish(self) -> list[Task]:
         last = self.waits + self.updating
@@ -429,7 +429,7 @@ def simulate_facts(
     walk.forward(forward_order)
     walk.backward(backward_order)
 
-    def transfers(what: What, number: int, *, is_kept: bool = False, is_last: bool = True) -> tuple[Transfer, ...]:
+    def transfers(what: Event, number: int, *, is_kept: bool = False, is_last: bool = True) -> tuple[Transfer, ...]:
         found = unit_collectives(
             units,
             Moment(what, number, is_kept, is_last),
@@ -444,10 +444,10 @@ def simulate_facts(
         number: StepUnit(
             unit.name,
             **computation(number)._asdict(),
-            gather=transfers(What.GATHER, number),
-            kept_gather=transfers(What.GATHER, number, is_kept=True),
-            reduce=transfers(What.REDUCE, number),
-            replicate=transfers(What.ADVANCE, number, is_last=False),
+            gather=transfers(Event.GATHER, number),
+            kept_gather=transfers(Event.GATHER, number, is_kept=True),
+            reduce=transfers(Event.REDUCE, number),
+            replicate=transfers(Event.ADVANCE, number, is_last=False),
             is_trained=unit.is_trained,
         )
         for number, unit in units.items()

@@ -46,18 +46,18 @@ def bounded() -> Iterator[None]:
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         yield
         return
-    held = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
+    used_bytes = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
     known = [limit for limit in limits if limit != resource.RLIM_INFINITY]
-    kept = signal.signal(signal.SIGVTALRM, _end)
-    resource.setrlimit(resource.RLIMIT_AS, (min([held + _WORK_BYTES, *known]), limits[1]))
+    previous = signal.signal(signal.SIGVTALRM, _end)
+    resource.setrlimit(resource.RLIMIT_AS, (min([used_bytes + _WORK_BYTES, *known]), limits[1]))
     signal.setitimer(signal.ITIMER_VIRTUAL, _WORK_S)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         resource.setrlimit(resource.RLIMIT_AS, limits)
-        signal.signal(signal.SIGVTALRM, kept)
+        signal.signal(signal.SIGVTALRM, previous)
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:

@@ -148,9 +148,9 @@ def bounding_box(extent: Extent) -> tuple[_Range, ...]:
     found = [(0, 0)] * len(order)
     boxes = list(_boxes(_sizes(sides), extent.start, extent.stop))
     for place, dim in enumerate(order):
-        held = [part for box in boxes for part in _clipped(sides[place], box[place])]
-        if held:
-            found[dim] = min(start for start, _, _ in held), max(stop for _, stop, _ in held)
+        parts = [part for box in boxes for part in _clipped(sides[place], box[place])]
+        if parts:
+            found[dim] = min(start for start, _, _ in parts), max(stop for _, stop, _ in parts)
     return tuple(found)
 
 
@@ -199,9 +199,9 @@ def tiling_problems(name: str, shape: tuple[int, ...], slices: Sequence[tuple[Cu
             for dim, marks in zip(dims, edges, strict=True)
         ]
         for first, last in _rows_of(sizes, spans):
-            taken = cells.find(1, first, last)
-            if taken >= 0:
-                return [f"{name}: two slices hold {_cell(shape, dims, edges, taken)}"]
+            used = cells.find(1, first, last)
+            if used >= 0:
+                return [f"{name}: two slices hold {_cell(shape, dims, edges, used)}"]
             cells[first:last] = b"\1" * (last - first)
     free = cells.find(0)
     return [] if free < 0 else [f"{name}: no slice holds {_cell(shape, dims, edges, free)}"]
@@ -247,18 +247,18 @@ def packed(extent: Extent) -> list[Any]:
     return named if is_usual else [*named, extent.stride, [(cut.dim, cut.ranges) for cut in extent.cuts]]
 
 
-def unpacked(held: Sequence[Any]) -> Extent:
+def unpacked(encoded: Sequence[Any]) -> Extent:
     """The inverse of :func:`packed`."""
-    name, shape, dtype, start, stop, *unusual = held
+    name, shape, dtype, start, stop, *unusual = encoded
     stride, cuts = unusual or (None, ())
     return Extent(
         name, tuple(shape), dtype, start, stop, None if stride is None else tuple(stride), unpacked_cuts(cuts)
     )
 
 
-def unpacked_cuts(held: Sequence[Any]) -> tuple[Cut, ...]:
+def unpacked_cuts(encoded: Sequence[Any]) -> tuple[Cut, ...]:
     """Cuts from ``[[dim, [[start, stop], ...]], ...]``."""
-    return tuple(Cut(dim, tuple((first, last) for first, last in ranges)) for dim, ranges in held)
+    return tuple(Cut(dim, tuple((first, last) for first, last in ranges)) for dim, ranges in encoded)
 
 
 # -- sides: a slice's part of one dimension, as ranges (logical start, logical stop, local start)
@@ -319,9 +319,9 @@ def _boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[_Range
             yield ((last, last + 1), *box)
 
 
-def _clipped(side: _Side, held: _Range) -> _Side:
-    """The part of a side inside ``held``, a range of local indices."""
-    low, high = held
+def _clipped(side: _Side, bounds: _Range) -> _Side:
+    """The part of a side inside ``bounds``, a range of local indices."""
+    low, high = bounds
     found = []
     for start, stop, at in side:
         first, last = max(at, low), min(at + stop - start, high)

@@ -96,16 +96,16 @@ def resolve_granularity(value: object) -> Granularity:
     raise PlanError(f"granularity={value!r} is none.\n{_USAGE}")
 
 
-def keeps(held: Slice, needed: Granularity | None) -> bool:
+def keeps(part: Slice, needed: Granularity | None) -> bool:
     """Whether tensor and expert parallelism have cut a tensor only where ``needed`` permits it; ``None``: nowhere."""
-    cuts = [cut for cut in held.cuts if cut.ranges != ((0, held.shape[cut.dim]),)]
+    cuts = [cut for cut in part.cuts if cut.ranges != ((0, part.shape[cut.dim]),)]
     if not cuts or needed == ELEMENT:
         return True
     if needed is None or needed == TENSOR:
         return False
     if needed.kind == "row":
-        return all(cut.dim < first_row_dim(len(held.shape)) for cut in cuts)
-    inner = math.prod(held.shape[1:])
+        return all(cut.dim < first_row_dim(len(part.shape)) for cut in cuts)
+    inner = math.prod(part.shape[1:])
     edges = [edge * inner for cut in cuts for bounds in cut.ranges for edge in bounds]
     return all(cut.dim == 0 for cut in cuts) and all(edge % needed.numel == 0 for edge in edges)
 
@@ -219,13 +219,13 @@ def arrange_whole(
     numels: Sequence[int], owners: Sequence[int], size: int, align_numel: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The same as :func:`arrange`, with each undivided parameter in the slice of its owner, in order."""
-    held: list[list[int]] = [[] for _ in range(size)]
+    owned: list[list[int]] = [[] for _ in range(size)]
     for index, owner in enumerate(owners):
-        held[owner].append(index)
-    offsets, cuts, end = [0] * len(numels), [0], 0
-    for indices in held:
+        owned[owner].append(index)
+    offsets, bounds, end = [0] * len(numels), [0], 0
+    for indices in owned:
         for index in indices:
             offsets[index] = end
             end = round_up(end + numels[index], align_numel)
-        cuts.append(end)
-    return tuple(offsets), tuple(cuts)
+        bounds.append(end)
+    return tuple(offsets), tuple(bounds)

@@ -82,8 +82,8 @@ class ParamSpec:
 
     def extent(self, start: int, stop: int, *, name: str | None = None, dtype: str | None = None) -> Extent:
         """Elements ``start`` to ``stop`` as a range of the logical tensor, or of tensor ``name`` with the same cuts."""
-        shape, held = self.logical_shape, self.slice
-        cuts = () if held is None else simplest(shape, held.cuts)
+        shape, part = self.logical_shape, self.slice
+        cuts = () if part is None else simplest(shape, part.cuts)
         stride = logical_stride(shape, self.stride) if cuts else self.stride
         return Extent(name or self.name, shape, dtype or self.dtype, start, stop, stride, cuts)
 
@@ -144,7 +144,7 @@ class GroupLayout:
         granularity: The smallest part of a parameter that is never divided.
         owners: With granularity ``tensor``: the rank of each parameter.
         offsets: Offset of each parameter in the gathered buffer, in elements.
-        cuts: The start of each slice in the gathered buffer, and the end of the last one: ``size + 1`` numbers.
+        bounds: The start of each slice in the gathered buffer, and the end of the last one: ``size + 1`` numbers.
     """
 
     params: tuple[ParamSpec, ...]
@@ -153,7 +153,7 @@ class GroupLayout:
     granularity: Granularity = ELEMENT
     owners: tuple[int, ...] | None = None
     offsets: tuple[int, ...] = field(init=False)
-    cuts: tuple[int, ...] = field(init=False)
+    bounds: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -162,12 +162,12 @@ class GroupLayout:
         if self.granularity.kind == "tensor":
             owners = self.owners if self.owners is not None else assign(numels, self.size)
             object.__setattr__(self, "owners", tuple(owners))
-            offsets, cuts = arrange_whole(numels, owners, self.size, self.align_numel)
+            offsets, bounds = arrange_whole(numels, owners, self.size, self.align_numel)
         else:
             granules = [self._granule(param) for param in self.params]
-            offsets, cuts = arrange(numels, granules, self.size, self.align_numel)
+            offsets, bounds = arrange(numels, granules, self.size, self.align_numel)
         object.__setattr__(self, "offsets", offsets)
-        object.__setattr__(self, "cuts", cuts)
+        object.__setattr__(self, "bounds", bounds)
 
     def _granule(self, param: ParamSpec) -> int:
         """The number of elements of which every cut inside ``param`` is a multiple, counted from its start."""
@@ -196,25 +196,25 @@ class GroupLayout:
     @property
     def numel(self) -> int:
         """Elements of the gathered buffer, padding included."""
-        return self.cuts[-1]
+        return self.bounds[-1]
 
     def slice_numel(self, rank: int) -> int:
         """Elements of slice ``rank``, padding included."""
-        return self.cuts[rank + 1] - self.cuts[rank]
+        return self.bounds[rank + 1] - self.bounds[rank]
 
     def slice_of(self, rank: int) -> slice:
         """The range of slice ``rank`` in the gathered buffer."""
-        return slice(self.cuts[rank], self.cuts[rank + 1])
+        return slice(self.bounds[rank], self.bounds[rank + 1])
 
-    def inner_cuts(self, size: int) -> tuple[int, ...]:
-        """The cuts for an inner group of ``size`` ranks: as even as the alignment permits."""
+    def inner_bounds(self, size: int) -> tuple[int, ...]:
+        """The bounds for an inner group of ``size`` ranks: as even as the alignment permits."""
         pieces = self.numel // self.align_numel
         return tuple(index * pieces // size * self.align_numel for index in range(size + 1))
 
     @cached_property
     def is_even(self) -> bool:
         """Whether all slices are equal."""
-        return len({stop - start for start, stop in itertools.pairwise(self.cuts)}) == 1
+        return len({stop - start for start, stop in itertools.pairwise(self.bounds)}) == 1
 
     @cached_property
     def scattered(self) -> ReduceLayout:
@@ -228,8 +228,8 @@ class GroupLayout:
 
     @cached_property
     def uneven_bounds(self) -> tuple[int, ...] | None:
-        """``cuts`` if slices differ, else ``None``, as collectives accept it."""
-        return None if self.is_even else self.cuts
+        """``bounds`` if slices differ, else ``None``, as collectives accept it."""
+        return None if self.is_even else self.bounds
 
     @cached_property
     def logical_numel(self) -> int:
@@ -243,7 +243,7 @@ class GroupLayout:
 
     def owned(self, rank: int) -> tuple[Piece, ...]:
         """The pieces in slice ``rank``; offsets count from the start of the slice. Empty parameters have no piece."""
-        first, last = self.cuts[rank], self.cuts[rank + 1]
+        first, last = self.bounds[rank], self.bounds[rank + 1]
         pieces = []
         for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True)):
             start, stop = max(first, offset), min(last, offset + param.numel)
@@ -253,8 +253,8 @@ class GroupLayout:
 
     def owned_by_param(self, rank: int) -> tuple[Piece, ...]:
         """One piece for every parameter; it is empty if slice ``rank`` has no part of the parameter."""
-        held = {piece.index: piece for piece in self.owned(rank)}
-        return tuple(held.get(index, Piece(index, 0, 0, 0)) for index in range(len(self.params)))
+        by_param = {piece.index: piece for piece in self.owned(rank)}
+        return tuple(by_param.get(index, Piece(index, 0, 0, 0)) for index in range(len(self.params)))
 
     @cached_property
     def whole(self) -> tuple[Piece, ...]:
@@ -275,11 +275,11 @@ class GroupLayout:
     def pieces(self) -> Iterator[tuple[int, Piece]]:
         """All pieces with their rank, parameter by parameter; offsets count from the start of the rank's slice."""
         for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True)):
-            rank, start = bisect.bisect_right(self.cuts, offset) - 1, 0
+            rank, start = bisect.bisect_right(self.bounds, offset) - 1, 0
             while start < param.numel:
-                stop = min(param.numel, self.cuts[rank + 1] - offset)
+                stop = min(param.numel, self.bounds[rank + 1] - offset)
                 if start < stop:
-                    yield rank, Piece(index, start, stop, offset + start - self.cuts[rank])
+                    yield rank, Piece(index, start, stop, offset + start - self.bounds[rank])
                 rank, start = rank + 1, stop
 
     def piece_shape(self, piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -317,13 +317,13 @@ def rank_bytes(layouts: Iterable[GroupLayout]) -> tuple[int, ...]:
     ranks, which own different tensors of equal size.
     """
     layouts = list(layouts)
-    held = [0] * max((layout.size for layout in layouts), default=0)
+    num_bytes = [0] * max((layout.size for layout in layouts), default=0)
     for layout in layouts:
-        alike = len(held) // layout.size
+        alike = len(num_bytes) // layout.size
         for place, piece in layout.pieces():
             for rank in range(place * alike, (place + 1) * alike):
-                held[rank] += piece.numel * item_bytes(layout.params[piece.index].dtype)
-    return tuple(held)
+                num_bytes[rank] += piece.numel * item_bytes(layout.params[piece.index].dtype)
+    return tuple(num_bytes)
 
 
 @dataclass(frozen=True)
@@ -344,14 +344,14 @@ class ReduceLayout:
     num_slices: int
 
     @cached_property
-    def cuts(self) -> tuple[int, ...]:
+    def bounds(self) -> tuple[int, ...]:
         """The first element of each slice in the buffer, and the end of the last one."""
         return (0, *itertools.accumulate(self.data_numel(i) + self.header_numel(i) for i in range(self.num_slices)))
 
     @cached_property
     def uneven_bounds(self) -> tuple[int, ...] | None:
-        """``cuts`` if slices differ, else ``None``."""
-        return None if self.num_slices == 1 or self.group.is_even else self.cuts
+        """``bounds`` if slices differ, else ``None``."""
+        return None if self.num_slices == 1 or self.group.is_even else self.bounds
 
     def place(self, rank: int) -> int:
         """Index of the slice whose sum ``rank`` receives."""
@@ -371,17 +371,17 @@ class ReduceLayout:
     def slice_numel(self, rank: int) -> int:
         """Elements of the slice whose sum ``rank`` receives, with its header."""
         place = self.place(rank)
-        return self.cuts[place + 1] - self.cuts[place]
+        return self.bounds[place + 1] - self.bounds[place]
 
     def slice_of(self, rank: int) -> slice:
         """The range in the buffer of the slice whose sum ``rank`` receives."""
         place = self.place(rank)
-        return slice(self.cuts[place], self.cuts[place + 1])
+        return slice(self.bounds[place], self.bounds[place + 1])
 
     @cached_property
     def numel(self) -> int:
         """Elements of the buffer, headers and padding included."""
-        return self.cuts[-1]
+        return self.bounds[-1]
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -390,17 +390,17 @@ class ReduceLayout:
             rows = enumerate(zip(self.group.params, self.group.offsets, strict=True))
             return tuple(Piece(index, 0, param.numel, offset) for index, (param, offset) in rows if param.numel)
         return tuple(
-            Piece(piece.index, piece.start, piece.stop, self.cuts[rank] + piece.offset)
+            Piece(piece.index, piece.start, piece.stop, self.bounds[rank] + piece.offset)
             for rank, piece in self.group.pieces()
         )
 
     @cached_property
     def rows(self) -> tuple[tuple[Rows, ...], ...]:
         """The pieces of each parameter as ``Rows``: at most three if slices are equal, else at most four."""
-        held: list[list[Piece]] = [[] for _ in self.group.params]
+        pieces: list[list[Piece]] = [[] for _ in self.group.params]
         for piece in self.pieces:
-            held[piece.index].append(piece)
-        return tuple(map(Rows.of, held))
+            pieces[piece.index].append(piece)
+        return tuple(map(Rows.of, pieces))
 
     @cached_property
     def dense_rows(self) -> tuple[tuple[Rows, ...], ...]:
@@ -409,7 +409,7 @@ class ReduceLayout:
 
     def is_divided(self, index: int) -> bool:
         """Whether parameter ``index`` does not have exactly one piece: a cut is inside it, or it is empty."""
-        return [held.count for held in self.rows[index]] != [1]
+        return [rows.count for rows in self.rows[index]] != [1]
 
     @cached_property
     def header_rows(self) -> tuple[Rows, ...]:
@@ -419,10 +419,10 @@ class ReduceLayout:
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The ranges of the buffer that are neither gradient nor header: padding between parameters."""
-        taken = [(p.offset, p.offset + p.numel) for p in self.pieces]
-        taken += [(start, start + numel) for start, numel in self.headers()]
+        used = [(p.offset, p.offset + p.numel) for p in self.pieces]
+        used += [(start, start + numel) for start, numel in self.headers()]
         gaps, end = [], 0
-        for start, stop in sorted(taken):
+        for start, stop in sorted(used):
             if start > end:
                 gaps.append((end, start))
             end = max(end, stop)
@@ -433,7 +433,7 @@ class ReduceLayout:
     def headers(self) -> tuple[tuple[int, int], ...]:
         """The start and the number of elements of each header."""
         return tuple(
-            (self.cuts[place] + self.data_numel(place), self.header_numel(place))
+            (self.bounds[place] + self.data_numel(place), self.header_numel(place))
             for place in range(self.num_slices)
             if self.header_numel(place)
         )

@@ -75,14 +75,14 @@ def _cut(run: Sequence[Mergeable], limit: int) -> list[tuple[str, ...]]:
     total = sum(unit.num_bytes for unit in run)
     target = -(-total // max(1, -(-total // limit))) if limit > 0 else 0
     parts: list[list[str]] = []
-    held = 0
+    part_bytes = 0
     for unit in run:
-        if parts and held < target and held + unit.num_bytes <= limit:
+        if parts and part_bytes < target and part_bytes + unit.num_bytes <= limit:
             parts[-1].append(unit.name)
-            held += unit.num_bytes
+            part_bytes += unit.num_bytes
         else:
             parts.append([unit.name])
-            held = unit.num_bytes
+            part_bytes = unit.num_bytes
     return [tuple(part) for part in parts]
 
 

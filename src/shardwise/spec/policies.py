@@ -103,13 +103,13 @@ def wrap_by_class(classes: Iterable[type | str] | type | str) -> WrapByClass:
     Raises:
         PlanError: No class is given, or something that is neither a class nor the name of one.
     """
-    given = (classes,) if isinstance(classes, (type, str)) else tuple(classes)
-    if not given:
+    chosen = (classes,) if isinstance(classes, (type, str)) else tuple(classes)
+    if not chosen:
         raise PlanError("wrap_by_class() got no class.\n  Name at least one, or use auto_wrap_policy='none'.")
-    for cls in given:
+    for cls in chosen:
         if not isinstance(cls, (type, str)):
             raise PlanError(f"wrap_by_class() takes classes or class names, got {cls!r}.\n  Pass the class itself.")
-    return WrapByClass(tuple(sorted(given, key=lambda c: c if isinstance(c, str) else c.__qualname__)))
+    return WrapByClass(tuple(sorted(chosen, key=lambda c: c if isinstance(c, str) else c.__qualname__)))
 
 
 def wrap_by_size(min_num_params: int) -> WrapBySize:
@@ -623,5 +623,5 @@ def _precision(value: Any, name: str) -> PrecisionPolicy:
         "output_dtype": getattr(value, "output_dtype", None),
         "buffer_dtype": getattr(value, "buffer_dtype", None),
     }
-    given: dict[str, Any] = {field: str(dtype) if dtype is not None else None for field, dtype in dtypes.items()}
-    return PrecisionPolicy(**given, cast_forward_inputs=bool(casts_inputs))
+    fields: dict[str, Any] = {field: str(dtype) if dtype is not None else None for field, dtype in dtypes.items()}
+    return PrecisionPolicy(**fields, cast_forward_inputs=bool(casts_inputs))

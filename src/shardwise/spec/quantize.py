@@ -41,20 +41,20 @@ def packed_bytes(numel: int, form: str, dtype: str) -> int:
     return round_up(numel + numel // BLOCK_NUMEL * item_bytes(dtype), ALIGN_BYTES)
 
 
-def packed_cuts(cuts: tuple[int, ...], form: str, dtype: str) -> tuple[int, ...]:
+def packed_bounds(bounds: tuple[int, ...], form: str, dtype: str) -> tuple[int, ...]:
     """Byte offsets of slices that are packed one by one, from their offsets in elements."""
-    sizes = (packed_bytes(stop - start, form, dtype) for start, stop in itertools.pairwise(cuts))
+    sizes = (packed_bytes(stop - start, form, dtype) for start, stop in itertools.pairwise(bounds))
     return (0, *itertools.accumulate(sizes))
 
 
-def summed_cuts(layout: ReduceLayout) -> tuple[int, ...]:
+def summed_bounds(layout: ReduceLayout) -> tuple[int, ...]:
     """Offsets of the parts of a gradient buffer, one for each rank, which sums it over ranks.
 
     Parts are the slices. If every rank needs the full sum, they are equal parts rounded to blocks.
     """
     size = layout.group.size
     if layout.num_slices == size:
-        return layout.cuts
+        return layout.bounds
     return tuple(rank * (layout.numel // BLOCK_NUMEL) // size * BLOCK_NUMEL for rank in range(size + 1))
 
 

@@ -14,21 +14,21 @@ from shardwise.spec.text import aligned, printable
 _with_defaults = functools.cache(lambda kind: kind())
 
 
-def changed(held: Any) -> dict[str, Any]:
+def changed(instance: Any) -> dict[str, Any]:
     """The first field of a dataclass, and all other fields that differ from their defaults, by name."""
-    usual, own = vars_of(_with_defaults(type(held))), vars_of(held)
+    usual, own = vars_of(_with_defaults(type(instance))), vars_of(instance)
     same = [name for name, value in own.items() if type(value) is type(usual[name]) and value == usual[name]]
     return {name: value for name, value in own.items() if name not in same or name == next(iter(own))}
 
 
-def vars_of(held: Any) -> dict[str, Any]:
+def vars_of(instance: Any) -> dict[str, Any]:
     """The fields of a dataclass by name, without conversion of nested values."""
-    return {each.name: getattr(held, each.name) for each in dataclasses.fields(held)}
+    return {each.name: getattr(instance, each.name) for each in dataclasses.fields(instance)}
 
 
-def short_repr(held: Any) -> str:
+def short_repr(instance: Any) -> str:
     """A ``repr`` of a dataclass that shows only the fields of :func:`changed`."""
-    return f"{type(held).__name__}({', '.join(f'{name}={value!r}' for name, value in changed(held).items())})"
+    return f"{type(instance).__name__}({', '.join(f'{name}={value!r}' for name, value in changed(instance).items())})"
 
 
 class Page(NamedTuple):

@@ -84,7 +84,7 @@ class Slice:
         for dim, size in enumerate(self.shape):
             ranges = by_dim[dim].ranges if dim in by_dim else ((0, size),)
             starts = itertools.accumulate((stop - start for start, stop in ranges), initial=0)
-            sides.append([(held, (at, at + held[1] - held[0])) for held, at in zip(ranges, starts, strict=False)])
+            sides.append([(span, (at, at + span[1] - span[0])) for span, at in zip(ranges, starts, strict=False)])
         for sides_of_box in itertools.product(*sides):
             logical, local = tuple(side[0] for side in sides_of_box), tuple(side[1] for side in sides_of_box)
             if all(stop > start for start, stop in logical):
@@ -132,9 +132,9 @@ def even_ranges(size: int, parts: int, part: int, *, blocks: int = 1) -> tuple[t
 _KEY = "_shardwise_slice"
 
 
-def set_slice(parameter: Any, held: Slice) -> None:
+def set_slice(parameter: Any, part: Slice) -> None:
     """Record a parameter's slice, as an attribute of the parameter."""
-    parameter.__dict__[_KEY] = held
+    parameter.__dict__[_KEY] = part
 
 
 def slice_of(parameter: Any) -> Slice | None:

@@ -24,7 +24,7 @@ from shardwise.spec.policies import (
     RecomputePolicy,
 )
 from shardwise.spec.precision import item_bytes
-from shardwise.spec.quantize import NO_QUANTIZATION, Quantization, packed_bytes, packed_cuts, summed_cuts
+from shardwise.spec.quantize import NO_QUANTIZATION, Quantization, packed_bounds, packed_bytes, summed_bounds
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,8 @@ class GroupFacts:
         """For each rank, bytes of the packed part of the gradients that the rank sums."""
         assert self.reduced_as is not None
         dtype = self.reduce_dtype or self.master_dtype
-        cuts = packed_cuts(summed_cuts(self.reduce_layout), self.reduced_as, dtype)
-        return tuple(stop - start for start, stop in itertools.pairwise(cuts))
+        bounds = packed_bounds(summed_bounds(self.reduce_layout), self.reduced_as, dtype)
+        return tuple(stop - start for start, stop in itertools.pairwise(bounds))
 
     @property
     def reduces_cast(self) -> bool:
@@ -207,8 +207,8 @@ class GroupFacts:
 
     def inner_numel(self, rank: int) -> int:
         """Elements of a rank's slice between forward and backward, if an inner group keeps the unit."""
-        cuts = self.layout.inner_cuts(self.inner_size)
-        return cuts[rank % self.inner_size + 1] - cuts[rank % self.inner_size]
+        bounds = self.layout.inner_bounds(self.inner_size)
+        return bounds[rank % self.inner_size + 1] - bounds[rank % self.inner_size]
 
 
 @dataclass(frozen=True)

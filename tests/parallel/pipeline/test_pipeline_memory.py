@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.spec.schedule.closed import peak_held
+from shardwise.spec.schedule.closed import peak_stored_pairs
 from shardwise.testing import StorageCount, probe, run_on_ranks
 
 SEQ, ROWS = 16, 2
@@ -104,7 +104,7 @@ def test_activations_are_those_of_the_microbatches_in_flight(rank):
     two, three = (activation_bytes("gpipe", 4, rank, count) for count in (2, 3))
     message_bytes = 0 if rank == 0 else ROWS * SEQ * 32 * 4
     for schedule, count in (("gpipe", 6), ("1f1b", 3), ("1f1b", 5), ("1f1b", 8)):
-        in_flight = peak_held(schedule, 4, count, 1, rank).activations
+        in_flight = peak_stored_pairs(schedule, 4, count, 1, rank).activations
         pending = min(2, count - in_flight) * message_bytes
         expected = two + (in_flight - 2) * (three - two) + pending
         assert activation_bytes(schedule, 4, rank, count) == expected, (schedule, count)

@@ -12,7 +12,7 @@ from torch import distributed
 import shardwise as sw
 from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.schedule import build
-from shardwise.spec.schedule.closed import peak_held
+from shardwise.spec.schedule.closed import peak_stored_pairs
 from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.common.ranks import refusal
 from tests.parallel.pipeline.messages import Copies, CrossingBytes, messages
@@ -63,7 +63,7 @@ def test_messages_and_activations_in_flight_are_those_predicted():
             stage = rank // 2  # two replicas
             shared = [] if name == "zb-v" else [copies]  # rank 0 has the first and the last stage
             assert found == messages(schedule, stage, [[each]] * (pp * virtual - 1), shared), (name, rank)
-            assert peak == peak_held(name, pp, NUM_MICROBATCHES, virtual, stage).activations, (name, rank)
+            assert peak == peak_stored_pairs(name, pp, NUM_MICROBATCHES, virtual, stage).activations, (name, rank)
             assert len(gathers) == len(set(gathers)) == num_units, "a unit is gathered once a step"
 
 

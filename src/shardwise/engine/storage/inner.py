@@ -70,7 +70,7 @@ class Inner(Around):
         """Open the inner group's Comm, and allocate the slice."""
         super().start(group, engine)
         comm = self._comm = engine.comms.inner_comm(self._size)
-        cuts = group.layout.inner_cuts(comm.size)
+        cuts = group.layout.inner_bounds(comm.size)
         self._range = slice(cuts[comm.rank], cuts[comm.rank + 1])
         self._uneven_bounds = cuts if len({stop - start for start, stop in itertools.pairwise(cuts)}) > 1 else None
         self.kept_slice = group.gathered.new_zeros(

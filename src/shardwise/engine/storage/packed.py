@@ -22,7 +22,7 @@ from shardwise.comm.base import Chain, Done, Handle
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.group import Form, Group
 from shardwise.spec.memory.footprint import size_class
-from shardwise.spec.quantize import BLOCK_NUMEL, packed_bytes, packed_cuts, summed_cuts
+from shardwise.spec.quantize import BLOCK_NUMEL, packed_bounds, packed_bytes, summed_bounds
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -39,7 +39,7 @@ class Packed(Form):
             self._gathered = packed_pool(engine, "gather")
             self._gathered.reserve(_gathered_cuts(group)[-1])
         if group.facts.reduced_as is not None:
-            self._summed, places = packed_pool(engine, "reduce"), _reduced_cuts(group)
+            self._summed, places = packed_pool(engine, "reduce"), _reduced_bounds(group)
             self._summed.reserve(places[-1])
             self._summed.reserve(group.layout.size * (places[group.rank + 1] - places[group.rank]))
 
@@ -65,7 +65,7 @@ class Packed(Form):
         handle = comm.all_gather(received, unit=group.unit.name, bounds=even_bounds)
 
         def unpack_all() -> None:
-            places = zip(itertools.pairwise(cuts), itertools.pairwise(group.layout.cuts), strict=True)
+            places = zip(itertools.pairwise(cuts), itertools.pairwise(group.layout.bounds), strict=True)
             for (start, stop), (first, last) in places:
                 unpack(buffer[start:stop], group.gathered[first:last], group.facts.gathered_as or "none", group.dtype)
             self._gathered.release(buffer)
@@ -83,7 +83,7 @@ class Packed(Form):
         if group.facts.reduced_as is None:
             return super().reduce(group, buffer, result, divisor)
         packed, comm, unit, rank = self._summed, group.comms.reduce, group.unit.name, group.rank
-        cuts, places = summed_cuts(group.gradient.layout), _reduced_cuts(group)
+        cuts, places = summed_bounds(group.gradient.layout), _reduced_bounds(group)
         sent = packed.acquire(places[-1], group.device)
         parts = [sent[start:stop] for start, stop in itertools.pairwise(places)]
         for part, (start, stop) in zip(parts, itertools.pairwise(cuts), strict=True):
@@ -177,13 +177,13 @@ def is_quantizable(parameter: nn.Parameter, uses: Iterable[Use], form: str) -> b
 
 def _gathered_cuts(group: Group) -> tuple[int, ...]:
     """The first byte of each rank's slice in a packed gather, and the end of the last slice."""
-    return packed_cuts(group.layout.cuts, group.facts.gathered_as or "none", dtype_name(group.dtype))
+    return packed_bounds(group.layout.bounds, group.facts.gathered_as or "none", dtype_name(group.dtype))
 
 
-def _reduced_cuts(group: Group) -> tuple[int, ...]:
+def _reduced_bounds(group: Group) -> tuple[int, ...]:
     """The first byte of each rank's part of the packed gradients, and the end of the last part."""
-    return packed_cuts(
-        summed_cuts(group.gradient.layout), group.facts.reduced_as or "none", dtype_name(group.reduce_dtype)
+    return packed_bounds(
+        summed_bounds(group.gradient.layout), group.facts.reduced_as or "none", dtype_name(group.reduce_dtype)
     )
 
 

@@ -188,41 +188,41 @@ class CausalRoot(Root):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output, with the mean loss over full sequences, or all logits."""
-        given = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
-        given = {name: value for name, value in given.items() if value is not None}
-        is_scored = bool(given.get("logits_to_keep")) and not torch.is_grad_enabled()
-        if is_scored or given.get("use_cache") or any(name in given for name in CACHE_NAMES):
+        arguments = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        is_scored = bool(arguments.get("logits_to_keep")) and not torch.is_grad_enabled()
+        if is_scored or arguments.get("use_cache") or any(name in arguments for name in CACHE_NAMES):
             if torch.is_grad_enabled() and not self.is_dry_run:
                 raise StateError(
                     f"cp: {type(self.module).__name__} was called with a key-value cache in training.\n"
                     "  Leave use_cache and the cache out, or generate under torch.no_grad()."
                 )
             with _without_rings(self.module, self._attention):
-                return self.original(**given)
-        self._check(given)
-        next_BT = _next_tokens(given)
-        _check_values(type(self.module).__name__, given, next_BT)
-        division = self.divide(given["input_ids"], next_BT)
+                return self.original(**arguments)
+        self._check(arguments)
+        next_BT = _next_tokens(arguments)
+        _check_values(type(self.module).__name__, arguments, next_BT)
+        division = self.divide(arguments["input_ids"], next_BT)
         own = division.own_positions
-        call = {name: own(given[name]) for name in ("input_ids", "token_type_ids") if name in given}
-        positions_BT = given.get("position_ids")
+        call = {name: own(arguments[name]) for name in ("input_ids", "token_type_ids") if name in arguments}
+        positions_BT = arguments.get("position_ids")
         call["position_ids"] = division.positions_T[None] if positions_BT is None else own(positions_BT)
-        call |= {"use_cache": False} | {name: given[name] for name in ("return_dict",) if name in given}
-        if next_BT is None or "labels" not in given:
+        call |= {"use_cache": False} | {name: arguments[name] for name in ("return_dict",) if name in arguments}
+        if next_BT is None or "labels" not in arguments:
             return _with_value(self.original(**call), "logits", lambda logits: division.join(logits, "logits"))
         own_BT = division.own_targets(next_BT)
         output = self.original(**call, labels=own_BT, shift_labels=own_BT)
-        divisor = given.get("num_items_in_batch")
+        divisor = arguments.get("num_items_in_batch")
         output = _with_value(output, "loss", lambda loss: division.mean_loss(loss, own_BT, next_BT, divisor))
         if isinstance(output, tuple):
             return output[:1]
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
-    def _check(self, given: dict[str, Any]) -> None:
+    def _check(self, arguments: dict[str, Any]) -> None:
         name = type(self.module).__name__
-        unknown = [key for key in given if key not in {*_KNOWN, *_NUMBERS, *_FLAGS}]
-        unknown += [key for key in _FLAGS if isinstance(given.get(key), Tensor) or given.get(key)]
-        if unknown or "input_ids" not in given:
+        unknown = [key for key in arguments if key not in {*_KNOWN, *_NUMBERS, *_FLAGS}]
+        unknown += [key for key in _FLAGS if isinstance(arguments.get(key), Tensor) or arguments.get(key)]
+        if unknown or "input_ids" not in arguments:
             what = ", ".join(unknown) if unknown else "no input_ids"
             raise StateError(
                 f"cp: {name} was called with {what}; it is not known what that means for a part of a sequence.\n"
@@ -230,20 +230,20 @@ class CausalRoot(Root):
             )
 
 
-def _next_tokens(given: dict[str, Any]) -> Tensor | None:
+def _next_tokens(arguments: dict[str, Any]) -> Tensor | None:
     """Return the label of the token after each position, shifted over the full sequence as transformers does."""
-    if "shift_labels" in given:
-        return given["shift_labels"]
-    labels = given.get("labels")
+    if "shift_labels" in arguments:
+        return arguments["shift_labels"]
+    labels = arguments.get("labels")
     return None if labels is None else F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
-def _check_values(name: str, given: dict[str, Any], next_BT: Tensor | None) -> None:
+def _check_values(name: str, arguments: dict[str, Any], next_BT: Tensor | None) -> None:
     """Refuse packed sequences, and masks of tokens other than unlabeled padding at the end. The host waits once."""
-    positions, mask_BT = given.get("position_ids"), given.get("attention_mask")
+    positions, mask_BT = arguments.get("position_ids"), arguments.get("attention_mask")
     if positions is None and mask_BT is None:
         return
-    is_packed = is_hiding = torch.zeros((), dtype=torch.bool, device=given["input_ids"].device)
+    is_packed = is_hiding = torch.zeros((), dtype=torch.bool, device=arguments["input_ids"].device)
     if positions is not None:
         is_packed = (positions.diff(dim=-1) != 1).any()
     if mask_BT is not None and mask_BT.dim() != 2:

@@ -176,10 +176,10 @@ class Tracer:
         """Call the meta copy; arguments in its result are replaced by the given ones."""
         copies = [a if isinstance(a, Tensor) else _copied(a) for a in arguments]
         try:
-            given, versions, output = _attempt(module, arguments, spec, torch.device("meta"))
+            copied, versions, output = _attempt(module, arguments, spec, torch.device("meta"))
         except Exception as error:  # noqa: BLE001 - the module may need values, as Mixtral's experts do
             try:
-                given, versions, output = _attempt(module, copies, spec, self._device)
+                copied, versions, output = _attempt(module, copies, spec, self._device)
             except Exception as second:
                 raise PlanError(
                     f"the shapes of what {module.name!r} returns could not be found, neither on the meta device"
@@ -187,11 +187,11 @@ class Tracer:
                     f" ({type(second).__name__}: {second}).\n"
                     "  Let it return tensors whose shapes follow from those that it takes, or set pp=1."
                 ) from second
-        written = {key for key, _ in {*_versions(given)} - {*versions}}
+        written = {key for key, _ in {*_versions(copied)} - {*versions}}
         if written and not self._writes_in_place:
             raise WritesInPlaceError
         own = {
-            id(a): b for a, b in zip(given, arguments, strict=True) if isinstance(a, Tensor) and id(a) not in written
+            id(a): b for a, b in zip(copied, arguments, strict=True) if isinstance(a, Tensor) and id(a) not in written
         }
         leaves, out_spec = tree_flatten(output)
         return tree_unflatten([own.get(id(leaf), leaf) for leaf in leaves], out_spec)
@@ -270,10 +270,10 @@ def _attempt(
     module: StageModule, arguments: Sequence[Any], spec: TreeSpec, device: torch.device
 ) -> tuple[list[Any], list[tuple[int, int]], Any]:
     """Call the meta copy with copies of the arguments; returns the copies, their versions before, and the result."""
-    given = [a.detach().to(device, copy=True) if isinstance(a, Tensor) else a for a in arguments]
-    versions = _versions(given)
-    args, kwargs = tree_unflatten(given, spec)
-    return given, versions, module.compute_copy(args, kwargs, device)
+    copied = [a.detach().to(device, copy=True) if isinstance(a, Tensor) else a for a in arguments]
+    versions = _versions(copied)
+    args, kwargs = tree_unflatten(copied, spec)
+    return copied, versions, module.compute_copy(args, kwargs, device)
 
 
 def _copied(value: Any) -> Any:
@@ -300,12 +300,12 @@ def _assign_stages(calls: Sequence[Call], num_stages: int) -> None:
         stage = 0 if latest is None else calls[latest[0]].stage
         call.stage = stage if call.module.stage is None else call.module.stage
         if latest is not None and stage > call.stage and call.leaves is not None:
-            name, taken = call.module.name, calls[latest[0]].module.name
+            name, source = call.module.name, calls[latest[0]].module.name
             raise PlanError(
-                f"{name!r} on pipeline stage {call.stage} takes what {taken!r} on stage {stage} of {num_stages} gives:"
+                f"{name!r} on pipeline stage {call.stage} takes what {source!r} on stage {stage} of {num_stages} gives:"
                 " the model's forward does not run its modules in the order in which they are registered, which is"
                 " that of the stages.\n"
-                f"  Register {taken!r} before {name!r}. A module that is deleted and set again comes last:"
+                f"  Register {source!r} before {name!r}. A module that is deleted and set again comes last:"
                 " norm = model.norm; del model.norm; model.norm = norm before sw.parallelize. Or let both be on one"
                 " stage: PipelinePolicy(first_of_stage=...)."
             )

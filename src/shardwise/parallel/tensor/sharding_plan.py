@@ -145,15 +145,15 @@ def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
     modules = dict(model.named_modules())
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     exact_last = dict(sorted((table or {}).items(), key=lambda entry: -entry[0].count("*")))
-    given = {site.name: site for site in _matches(exact_last, modules, names)}
+    sites = {site.name: site for site in _matches(exact_last, modules, names)}
     for pattern in table or ():
-        if not any(matches(pattern, name) for name in given):
+        if not any(matches(pattern, name) for name in sites):
             raise PlanError(
                 f"tp_plan: {pattern!r} matches nothing in {type(model).__name__}.\n"
                 "  Patterns are of names as in model.named_modules(); '*' does not cross a dot."
             )
     known = known_table(model)
-    if not known and not given:
+    if not known and not sites:
         raise PlanError(
             f"tensor parallelism: no styles are known for {type(model).__name__}.\n"
             "  Pass tp_plan={pattern: style}, for example {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'},"
@@ -163,8 +163,8 @@ def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
     exact = {name: style for name, style in known.items() if name not in general}
     for styles in (exact, general):
         for site in _matches(styles, modules, names):
-            given.setdefault(site.name, site)
-    return list(given.values())
+            sites.setdefault(site.name, site)
+    return list(sites.values())
 
 
 def _sequence_sites(model: nn.Module) -> list[_Site]:

@@ -179,11 +179,11 @@ def _bytes_of_tensors(count: float, scalar_bytes: int, _name: str, numel: int, i
 def _updated_numels(group: GroupFacts, rank: int) -> list[tuple[str, int]]:
     """Elements of each tensor of a group that the optimizer updates, with the name of its first parameter."""
     layout = group.layout
-    held = layout.owned(rank) if group.placements.shards_optimizer else layout.whole
+    pieces = layout.owned(rank) if group.placements.shards_optimizer else layout.whole
     if group.flat_kinds is None:
-        return [(layout.params[piece.index].name, piece.numel) for piece in held]
-    empty = [0 for piece in held if not piece.numel]  # in no range, but with a step counter
-    runs = [span.numel for span in flat_ranges(held, group.flat_kinds)]
+        return [(layout.params[piece.index].name, piece.numel) for piece in pieces]
+    empty = [0 for piece in pieces if not piece.numel]  # in no range, but with a step counter
+    runs = [span.numel for span in flat_ranges(pieces, group.flat_kinds)]
     return [(layout.params[0].name, numel) for numel in empty + runs]
 
 
@@ -198,7 +198,7 @@ def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0, backward_order: 
     """
     total = 0
     by_depth: dict[int, dict[int, int]] = {}  # bytes by unit
-    kept: set[int] = set()
+    resident: set[int] = set()
     together: dict[tuple[int, str], list[int]] = {}
     ahead = max((group.num_ahead for group in groups), default=0)
     for group in groups:
@@ -213,7 +213,7 @@ def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0, backward_order: 
         units = by_depth.setdefault(group.depth, {})
         units[group.unit] = units.get(group.unit, 0) + num_bytes
         if not group.reshards and (backward_order is None or group.unit in backward_order):
-            kept.add(group.unit)
+            resident.add(group.unit)
         elif group.recomputed_in is not None:
             together.setdefault((group.depth, group.recomputed_in), []).append(group.unit)
     for depth, units in by_depth.items():
@@ -223,7 +223,7 @@ def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0, backward_order: 
             if at == depth:
                 following = [unit for unit in order if unit > max(recomputed)][:1]
                 windows.append([*set(recomputed), *following])
-        stay = kept.intersection(units)
+        stay = resident.intersection(units)
         total += max(
             sum(units[unit] for unit in {*window, *(unit for unit in stay if unit <= max(window))})
             for window in windows

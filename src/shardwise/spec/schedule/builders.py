@@ -57,20 +57,20 @@ class PipelinePolicy:
     def virtual_stages(self) -> int:
         """Stages of each rank."""
         usual = 2 if self.schedule in {"interleaved-1f1b", "zb-v"} else 1
-        given = usual if self.num_virtual_stages is None else self.num_virtual_stages
+        count = usual if self.num_virtual_stages is None else self.num_virtual_stages
         if self.schedule == "interleaved-1f1b":
-            if given < 2:
+            if count < 2:
                 raise PlanError(
-                    f"schedule='interleaved-1f1b' interleaves the stages of a rank, but num_virtual_stages={given}.\n"
+                    f"schedule='interleaved-1f1b' interleaves the stages of a rank, but num_virtual_stages={count}.\n"
                     "  Set num_virtual_stages=2 or more, or use schedule='1f1b'."
                 )
-        elif given != usual:
+        elif count != usual:
             has = "one stage" if usual == 1 else "two stages"
             raise PlanError(
-                f"schedule={self.schedule!r} has {has} per rank, but num_virtual_stages={given}.\n"
+                f"schedule={self.schedule!r} has {has} per rank, but num_virtual_stages={count}.\n"
                 "  Leave num_virtual_stages out, or use schedule='interleaved-1f1b'."
             )
-        return given
+        return count
 
     @property
     def is_split(self) -> bool:

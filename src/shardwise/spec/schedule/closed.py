@@ -75,7 +75,7 @@ def inner_bubble(
     return bubble(schedule, pp, num_microbatches, num_virtual_stages, times)
 
 
-class Held(NamedTuple):
+class StoredPairs(NamedTuple):
     """Peak number of stored (microbatch, stage) pairs.
 
     Attributes:
@@ -88,10 +88,10 @@ class Held(NamedTuple):
     in_flight: int
 
 
-def held(actions: Sequence[Action], stage: int | None = None) -> Held:
+def stored_pairs(actions: Sequence[Action], stage: int | None = None) -> StoredPairs:
     """Count the stored pairs of a rank with these actions, of all its stages or of one, for any schedule."""
     activations = in_flight = 0
-    most = Held(0, 0)
+    most = StoredPairs(0, 0)
     is_split = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
     for action in actions:
         if stage is not None and action.stage != stage:
@@ -99,11 +99,11 @@ def held(actions: Sequence[Action], stage: int | None = None) -> Held:
         is_forward = action.kind is Kind.FORWARD
         activations += is_forward - action.kind.gives_input_gradient
         in_flight += is_forward - (action.kind is (Kind.BACKWARD_WEIGHT if is_split else Kind.BACKWARD))
-        most = Held(max(most.activations, activations), max(most.in_flight, in_flight))
+        most = StoredPairs(max(most.activations, activations), max(most.in_flight, in_flight))
     return most
 
 
-def peak_held(schedule: str, pp: int, num_microbatches: int, num_virtual_stages: int, rank: int) -> Held:
+def peak_stored_pairs(schedule: str, pp: int, num_microbatches: int, num_virtual_stages: int, rank: int) -> StoredPairs:
     """The peak number of stored pairs of a rank, of all its stages, in closed form.
 
     ====================  =================================  ==================
@@ -121,14 +121,14 @@ def peak_held(schedule: str, pp: int, num_microbatches: int, num_virtual_stages:
     """
     p, m, v = pp, num_microbatches, num_virtual_stages
     if schedule == "gpipe":
-        return Held(m, m)
+        return StoredPairs(m, m)
     if schedule == "interleaved-1f1b":
-        most = min(forwards_ahead(p, rank, v) + 1, v * m)
-        return Held(most, most)
+        peak = min(forwards_ahead(p, rank, v) + 1, v * m)
+        return StoredPairs(peak, peak)
     if schedule == "zb-v":
-        most = min(2 * p, 2 * m, m + rank + 1)
-        return Held(most, most)
-    return Held(min(p - rank, m), min(p, m) if schedule == "zb-h1" else min(p - rank, m))
+        peak = min(2 * p, 2 * m, m + rank + 1)
+        return StoredPairs(peak, peak)
+    return StoredPairs(min(p - rank, m), min(p, m) if schedule == "zb-h1" else min(p - rank, m))
 
 
 # -- measured steps, and drawings with a row per rank and a column per unit of time

@@ -41,14 +41,14 @@ class Durations:
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):
-            given = getattr(self, name)
+            duration = getattr(self, name)
             try:
-                value = Fraction(given)
+                value = Fraction(duration)
             except (TypeError, ValueError, OverflowError):
                 value = Fraction(-1)
             if value < 0 or (value == 0 and name != "communication"):
                 least = "at least 0" if name == "communication" else "above 0"
-                raise PlanError(f"duration {name}={given}: expected a number {least}.\n  Set {name}=1.")
+                raise PlanError(f"duration {name}={duration}: expected a number {least}.\n  Set {name}=1.")
             object.__setattr__(self, name, value)
 
     @property
@@ -74,9 +74,9 @@ class Durations:
 
 
 def _unit(durations: Iterable[Fraction]) -> Fraction:
-    given = tuple(durations)
-    denominator = math.lcm(*(value.denominator for value in given))
-    return Fraction(math.gcd(*(int(value * denominator) for value in given)), denominator)
+    values = tuple(durations)
+    denominator = math.lcm(*(value.denominator for value in values))
+    return Fraction(math.gcd(*(int(value * denominator) for value in values)), denominator)
 
 
 class Span(NamedTuple):

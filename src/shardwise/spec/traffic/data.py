@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from shardwise.spec.memory.footprint import Replicas, own_part, summed_numel
 from shardwise.spec.precision import item_bytes
-from shardwise.spec.quantize import summed_cuts
-from shardwise.spec.traffic.moments import Moment, Walk, What
+from shardwise.spec.quantize import summed_bounds
+from shardwise.spec.traffic.moments import Event, Moment, Walk
 from shardwise.spec.unit_facts import GroupFacts, UnitFacts
 
 
@@ -44,8 +44,8 @@ def reduction_bytes(group: GroupFacts, rank: int) -> int:
 
 def spread_bytes(group: GroupFacts, rank: int) -> int:
     """Bytes that a rank sends to gather the parts of a quantized sum: its part, to every other rank."""
-    cuts, place = summed_cuts(group.reduce_layout), group.place(rank)
-    return (group.layout.size - 1) * (cuts[place + 1] - cuts[place]) * group.reduce_item_bytes
+    bounds, place = summed_bounds(group.reduce_layout), group.place(rank)
+    return (group.layout.size - 1) * (bounds[place + 1] - bounds[place]) * group.reduce_item_bytes
 
 
 def inner_gather_bytes(group: GroupFacts, rank: int) -> int:
@@ -55,8 +55,8 @@ def inner_gather_bytes(group: GroupFacts, rank: int) -> int:
 
 def replicate_bytes(group: GroupFacts, rank: int, replicas: Replicas) -> int:
     """Bytes that a rank sends to sum a group over ``dp_replicate``: an all-reduce of its reduced slice."""
-    held = group.reduce_layout.slice_numel(group.place(rank))
-    return all_reduced_numel(held, replicas.size, replicas.rank) * group.reduce_item_bytes
+    numel = group.reduce_layout.slice_numel(group.place(rank))
+    return all_reduced_numel(numel, replicas.size, replicas.rank) * group.reduce_item_bytes
 
 
 def all_reduced_numel(numel: int, size: int, rank: int) -> int:
@@ -162,15 +162,15 @@ def unit_collectives(
     replicas: Replicas | None = None,
 ) -> Iterator[Collective]:
     """The collectives that ``rank`` issues at one moment of a step; see :func:`step_trace` for the arguments."""
-    if moment.what is What.GATHER:
+    if moment.event is Event.GATHER:
         unit = units[moment.unit]
         yield from _gathers(unit, rank, is_kept=moment.is_kept, is_first_of_window=is_first_of_window)
-    elif moment.what is What.REDUCE:
+    elif moment.event is Event.REDUCE:
         unit = units[moment.unit]
         for group in filter(_is_trained, unit.groups):
             kind = group.placements.gradient_move if group.reduced_as is None else "all_to_all"
             yield Collective(kind, unit.name, reduction_bytes(group, rank), group.axis)
-    elif moment.what is What.ADVANCE and not moment.is_last:
+    elif moment.event is Event.ADVANCE and not moment.is_last:
         yield from _second_phases(units[moment.unit], rank, replicas if is_synchronising else None)
 
 

@@ -18,15 +18,15 @@ WIRE_BYTES = 2
 NS_STEPS = 5
 
 
-def exchanged_bytes(held: float, parts: int, replicas: int) -> tuple[float, float]:
+def exchanged_bytes(numel: float, parts: int, replicas: int) -> tuple[float, float]:
     """Upper bounds of the bytes that a rank sends, averaged over ranks: slices to owners, and results.
 
     Args:
-        held: Elements of matrices that the rank updates.
+        numel: Elements of matrices that the rank updates.
         parts: Slices of a matrix.
         replicas: Ranks that have the same slice.
     """
     return (
-        WIRE_BYTES * held * (parts - 1) / (parts * replicas),
-        WIRE_BYTES * held * (1 - 1 / (parts * replicas)),
+        WIRE_BYTES * numel * (parts - 1) / (parts * replicas),
+        WIRE_BYTES * numel * (1 - 1 / (parts * replicas)),
     )

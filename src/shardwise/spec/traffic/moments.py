@@ -24,7 +24,7 @@ from shardwise.spec.order import Ahead, units_ahead
 from shardwise.spec.unit_facts import UnitFacts
 
 
-class What(Enum):
+class Event(Enum):
     """The kinds of events at a moment."""
 
     GATHER = "the gather of a unit is issued, where one is due"
@@ -48,14 +48,14 @@ class Moment(NamedTuple):
         is_last: The phase of the reduction is the last one.
     """
 
-    what: What
+    event: Event
     unit: int
     is_kept: bool = False
     is_last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class UnitTraits:
     """The properties of a unit that determine its moments, for callers without ``UnitFacts``, which has them too.
 
     Attributes:
@@ -94,7 +94,7 @@ class Walk:
 
     def __init__(
         self,
-        units: Mapping[int, Moves] | Mapping[int, UnitFacts],
+        units: Mapping[int, UnitTraits] | Mapping[int, UnitFacts],
         *,
         num_phases: int = 1,
         num_left: int = 0,
@@ -119,17 +119,17 @@ class Walk:
         self._forward_order = order
         if not self._is_first_of_window:  # inner groups have kept these units since the previous microbatch
             self._kept = {unit for unit in order[:-1] if self._units[unit].is_released}
-        left: int | None = None
+        previous: int | None = None
         for place, unit in enumerate(order):
-            if left is not None and left != unit and self._units[left].is_released:
-                self._resident.discard(left)
-                self._kept.add(left)
-            self._need(unit)
+            if previous is not None and previous != unit and self._units[previous].is_released:
+                self._resident.discard(previous)
+                self._kept.add(previous)
+            self._gather(unit)
             self._prefetch(units_ahead(order[place + 1 :], self._units[unit].ahead[0]))
-            self._note(What.WAIT, unit)
-            self._note(What.FORWARD, unit)
-            left = unit
-        self._note(What.FORWARD_END, -1)
+            self._add(Event.WAIT, unit)
+            self._add(Event.FORWARD, unit)
+            previous = unit
+        self._add(Event.FORWARD_END, -1)
 
     def backward(self, order: Sequence[int]) -> None:
         """Add a backward that enters the units in this order."""
@@ -137,24 +137,24 @@ class Walk:
             later = order[place + 1 :]
             for other in [other for other in self._entered if other not in self._units[unit].family]:
                 if other not in later:
-                    self._leave(other)
-            self._need(unit)
+                    self._leave_unit(other)
+            self._gather(unit)
             if unit not in self._entered:
                 self._entered.append(unit)
             self._prefetch(units_ahead(later, self._units[unit].ahead[1]))
-            self._note(What.WAIT, unit)
+            self._add(Event.WAIT, unit)
             self._recompute(unit)
-            self._note(What.BACKWARD, unit)
-        self._note(What.BACKWARD_END, -1)
+            self._add(Event.BACKWARD, unit)
+        self._add(Event.BACKWARD_END, -1)
         for unit in reversed(self._entered.copy()):
-            self._leave(unit)
+            self._leave_unit(unit)
         self.finish()
 
     def reduce(self, order: Sequence[int]) -> None:
         """Add the reductions of units in this order, when all gradients are computed."""
         for unit in order:
             self._entered.append(unit)
-            self._leave(unit)
+            self._leave_unit(unit)
         self.finish()
 
     def finish(self) -> None:
@@ -162,8 +162,8 @@ class Walk:
         while self._reducing:
             self._advance(0)
 
-    def _note(self, what: What, unit: int) -> None:
-        self.moments.append(Moment(what, unit))
+    def _add(self, event: Event, unit: int) -> None:
+        self.moments.append(Moment(event, unit))
 
     def _recompute(self, entered: int) -> None:
         """Gather the units of the module that is recomputed when backward enters a unit: the unit, or one around it."""
@@ -172,23 +172,23 @@ class Walk:
                 self._recomputed.add(place)
                 for unit in self._forward_order:
                     if self._units[unit].recomputed_in == place:
-                        self._need(unit)
-                        self._note(What.WAIT, unit)
+                        self._gather(unit)
+                        self._add(Event.WAIT, unit)
 
     def _prefetch(self, units: Sequence[int]) -> None:
         for unit in units:
-            self._need(unit)
+            self._gather(unit)
 
-    def _need(self, unit: int) -> None:
+    def _gather(self, unit: int) -> None:
         if unit not in self._resident:
             self._resident.add(unit)
-            self.moments.append(Moment(What.GATHER, unit, unit in self._kept))
+            self.moments.append(Moment(Event.GATHER, unit, unit in self._kept))
 
-    def _leave(self, unit: int) -> None:
+    def _leave_unit(self, unit: int) -> None:
         self._entered.remove(unit)
         if self._units[unit].is_trained and self._reduces:
             self._advance(self._num_left)
-            self._note(What.REDUCE, unit)
+            self._add(Event.REDUCE, unit)
             self._reducing[unit] = 0
         if self._units[unit].is_freed:
             self._resident.discard(unit)
@@ -198,6 +198,6 @@ class Walk:
         for unit in list(self._reducing)[: len(self._reducing) - num_left]:
             phase = self._reducing[unit] = self._reducing[unit] + 1
             is_last = phase == self._num_phases
-            self.moments.append(Moment(What.ADVANCE, unit, is_last=is_last))
+            self.moments.append(Moment(Event.ADVANCE, unit, is_last=is_last))
             if is_last:
                 del self._reducing[unit]
