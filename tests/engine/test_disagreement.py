@@ -356,7 +356,7 @@ def test_after_a_stall_has_passed_nobody_publishes_any_more() -> None:
         seen._store.set("rank-0", "nothing")
         if request is not None:
             seen._store.set("ask", request)
-        seen._publish_if_asked()
+        seen._publish_if_requested()
         found.append(seen._store.get("rank-0") != b"nothing")
     assert found == [True, False, True]
 
@@ -427,4 +427,4 @@ def test_stalled_ranks_make_requests_in_proportion_to_their_number():
         assert places[rank].sent == ([(rank - 1) % size] if rank == size - 1 else [])  # others have issued it, too
     assert [watch._may_compare(time.monotonic()) for watch in watches[:2]] == [True, False]
     with mock.patch.object(stall, "INTERVAL_S", 0.0):
-        assert watches[1]._has_turn(time.monotonic())  # the first one says no more that it compares
+        assert watches[1]._may_compare(time.monotonic())  # the first one says no more that it compares
