@@ -109,7 +109,7 @@ def _run_parts(
 ) -> list[Any]:
     """Make a replica for each part, run ``call(replica)`` on it, and return the outputs."""
     devices = devices[: len(parts)]
-    parts = [replace_tensors(part, functools.partial(_at, device)) for part, device in zip(parts, devices, strict=True)]
+    parts = [replace_tensors(part, functools.partial(_to, device)) for part, device in zip(parts, devices, strict=True)]
     exchanges.note("scatter", "inputs", tensors_in(parts[1:]))
     for tensor in tensors_in(parts[1:]):
         if tensor.requires_grad and tensor.dim():
@@ -153,11 +153,11 @@ class _ReplicatedForward(Replacement):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.module
         parts = scatter((args, kwargs), len(self._devices), 0)
-        outputs = _run_parts(model, parts, self._devices, _Unhooked, self._exchanges)
+        outputs = _run_parts(model, parts, self._devices, _WithoutHooks, self._exchanges)
         return gather(outputs, self._devices[0], 0, samples=_samples(parts), exchanges=self._exchanges)
 
 
-class _Unhooked:
+class _WithoutHooks:
     """A replica's forward without the hooks of the model, which run once around all replicas."""
 
     def __init__(self, replica: nn.Module) -> None:
@@ -187,7 +187,7 @@ def _resolve(devices: Devices | None) -> tuple[torch.device, ...]:
 
 def _check_placement(module: nn.Module, first: torch.device) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if not _is_at(tensor, first):
+        if not _is_on(tensor, first):
             raise PlanError(
                 f"DataParallel: {name!r} is on {tensor.device}, the first device is {first}.\n"
                 f"  Call module.to({str(first)!r}) first."
@@ -245,7 +245,7 @@ class _Spread(torch.autograd.Function):
         ctx.homes = [parameter.device for parameter in parameters]
         ctx.set_materialize_grads(False)
         fixed = [i for i, parameter in enumerate(parameters) if not parameter.requires_grad]
-        spread = [p.view_as(p) if _is_at(p, device) else p.to(device) for device in devices for p in parameters]
+        spread = [p.view_as(p) if _is_on(p, device) else p.to(device) for device in devices for p in parameters]
         ctx.mark_non_differentiable(*(spread[k * len(parameters) + i] for k in range(len(devices)) for i in fixed))
         return tuple(spread)
 
@@ -263,13 +263,13 @@ class _Spread(torch.autograd.Function):
         return (None, None, *sums)
 
 
-def _is_at(tensor: Tensor, device: torch.device) -> bool:
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
     """Return whether a tensor is on a device. All CPU devices are the same, whatever their index."""
     return tensor.device.type == device.type == "cpu" or tensor.device == device
 
 
-def _at(device: torch.device, tensor: Tensor) -> Tensor:
-    return tensor if _is_at(tensor, device) else tensor.to(device)
+def _to(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor if _is_on(tensor, device) else tensor.to(device)
 
 
 def _keep_buffers(module: nn.Module, replica: nn.Module) -> None:
@@ -369,7 +369,7 @@ def scatter(value: tuple[tuple[Any, ...], Mapping[str, Any]], count: int, dim: i
     return [part(place) for place in range(num_parts)]
 
 
-def _rebuilt(like: Any, items: Sequence[Any]) -> Any:
+def _rebuild(like: Any, items: Sequence[Any]) -> Any:
     """``items`` in a container like ``like``."""
     if isinstance(like, Mapping):
         kind: Any = type(like)
@@ -416,7 +416,7 @@ def gather(
         return first if all(output == first for output in outputs) else list(outputs)
     if len({len(column) for column in columns}) > 1:
         raise StateError("DataParallel: the replicas gave containers of different lengths.\n  Let them give the same.")
-    return _rebuilt(
+    return _rebuild(
         first, [gather(row, device, dim, samples=samples, exchanges=exchanges) for row in zip(*columns, strict=True)]
     )
 

@@ -109,7 +109,7 @@ class DryRun(Shown):
         above = [
             f"{self.num_parameters:,} parameters, {self.strategy}, rank {self.rank} of {self.world_size}",
             f"peak {size(self.peak_bytes)}: "
-            + ", ".join(f"{name} {size(held)}" for name, held in self.bytes_by_category.items()),
+            + ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in self.bytes_by_category.items()),
         ]
         rows = [(kind, str(count), size(sent)) for kind, (count, sent) in self.traffic.items()]
         share = self.bubble_share
@@ -180,7 +180,7 @@ def dry_run(
             f"strategy={plan.strategy!r} runs replicas on the devices of one process, but a dry run stands in for one"
             " rank of a world and computes nothing.\n  Use ddp, with a process for each device."
         )
-    model, count = _applied(build_model, plan, plan.mesh(world_size, ranks_per_machine), rank, receives=not is_cuda)
+    model, count = _rank_model(build_model, plan, plan.mesh(world_size, ranks_per_machine), rank, receives=not is_cuda)
     inputs = without_values(batch) if batch is not None else _default_batch(model)
     engine = engine_of(model, "sw.dry_run")
     stepper = _make_optimizer(optimizer, model, in_backward=in_backward)
@@ -210,28 +210,28 @@ def dry_run(
         stepper.step()
         stepper.zero_grad()
         engine.free_gradients()
-        held = held_bytes(engine, [stepper])
+        totals = held_bytes(engine, [stepper])
         with record_collectives(model) as events, _Log() as seen:
             gc.collect()  # garbage of an earlier dry run must not be freed during this step
             seen.see_all_objects()
             before = seen.live_bytes
             at_rest = {category: _num_bytes(tensors) for category, tensors in _allocated_in_a_step(engine).items()}
             forward_and_backward()
-        held["activations"] = seen.peak_bytes - before
+        totals["activations"] = seen.peak_bytes - before
         for category, tensors in _allocated_in_a_step(engine).items():
-            more = seen.held_at_peak(tensors) - at_rest[category]
-            held["activations"] -= more
-            held[category] += more
+            more = seen.bytes_at_peak(tensors) - at_rest[category]
+            totals["activations"] -= more
+            totals[category] += more
         seen.forget()
         with record_collectives(model) as sent_by_update:
             stepper.step()
         events += sent_by_update
     if average is not None:
-        held["average"] = average.num_bytes - average.num_host_bytes
-        held["host"] += average.num_host_bytes
+        totals["average"] = average.num_bytes - average.num_host_bytes
+        totals["host"] += average.num_host_bytes
     strategy = plan.strategy if isinstance(plan.strategy, str) else plan.placements.describe()
     bubble = _bubble_share(plan, num_microbatches)
-    return DryRun(events, sum(held.values()) - held["host"], held, rank, world_size, strategy, count, bubble)
+    return DryRun(events, sum(totals.values()) - totals["host"], totals, rank, world_size, strategy, count, bubble)
 
 
 def _num_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -273,7 +273,7 @@ class _Log(StorageCount):
         super()._freed(key)
         self._changes.append((self._names.pop(key, -1), self.live_bytes - before))
 
-    def held_at_peak(self, tensors: Iterable[Tensor | None]) -> int:
+    def bytes_at_peak(self, tensors: Iterable[Tensor | None]) -> int:
         """Return the bytes that the storages of these live tensors had at the peak."""
         names = {self._names.get(torch_private.storage_identity(tensor)) for tensor in tensors if tensor is not None}
         return sum(change for name, change in self._changes[: self._num_to_peak] if name in names)
@@ -296,10 +296,10 @@ def rehearse(
     mesh = plan.mesh(world_size, ranks_per_machine)
     for stage in range(plan.pp):
         rank = stage * (world_size // plan.pp)
-        _applied(build_model, plan, mesh, rank, receives=False)
+        _rank_model(build_model, plan, mesh, rank, receives=False)
 
 
-def _applied(
+def _rank_model(
     build_model: Callable[[], nn.Module],
     plan: ParallelPlan,
     mesh: Mesh,

@@ -84,10 +84,10 @@ def _export(path: str | os.PathLike[str], model: nn.Module, options: FolderOptio
     buffers = {name: each.to(dtypes.get(name, each.dtype)) for name, each in own_buffers(model, engine).items()}
     units = Units(engine, {} if engine.comms.replica else buffers)
     error: ShardwiseError | None = None
-    arriving = units.gathered()
+    gathered_units = units.gathered()
     if world.rank == 0:
         try:
-            write_folder(Path(path), form, units.extents, arriving, options)
+            write_folder(Path(path), form, units.extents, gathered_units, options)
         except ShardwiseError as found:
             error = found
         except Exception as found:  # noqa: BLE001 - transformers refuses a configuration, on this rank alone
@@ -96,7 +96,7 @@ def _export(path: str | os.PathLike[str], model: nn.Module, options: FolderOptio
                 "  Mend model.config or model.generation_config as it says."
             )
             error.__cause__ = found
-    for _ in arriving:  # on rank 0 the rest after an error: the other ranks send it anyway
+    for _ in gathered_units:  # on rank 0 the rest after an error: the other ranks send it anyway
         pass
     fail_together(world, error)
 
@@ -128,7 +128,7 @@ def write_folder(
     path: Path,
     form: Form,
     units: Sequence[Sequence[Extent]],
-    arriving: Iterable[dict[str, Tensor]],
+    gathered_units: Iterable[dict[str, Tensor]],
     options: FolderOptions,
 ) -> None:
     """Write a Hugging Face folder from tensors that arrive unit by unit, and clear each unit's dict once it is written.
@@ -142,7 +142,7 @@ def write_folder(
     part = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
     try:
         part.mkdir(parents=True)
-        _fill(part, form, units, arriving, options)
+        _fill(part, form, units, gathered_units, options)
         _write_tokenizer(part, options.tokenizer)
         if path.is_dir() and any(path.iterdir()):
             for each in (*path.glob("model*.safetensors"), *path.glob("model*.safetensors.index.json")):
@@ -163,7 +163,7 @@ def _fill(
     folder: Path,
     form: Form,
     units: Sequence[Sequence[Extent]],
-    arriving: Iterable[dict[str, Tensor]],
+    gathered_units: Iterable[dict[str, Tensor]],
     options: FolderOptions,
 ) -> None:
     on_meta = [
@@ -173,9 +173,9 @@ def _fill(
     converted: dict[str, Tensor] = {}
     for unit in on_meta:
         converted |= form.convert(unit)
-    at_once = form.convert({name: tensor for unit in on_meta for name, tensor in unit.items()})
-    if at_once.keys() != converted.keys():  # transformers builds a tensor from those of several units
-        converted, arriving = at_once, [{name: value for unit in arriving for name, value in unit.items()}]
+    together = form.convert({name: tensor for unit in on_meta for name, tensor in unit.items()})
+    if together.keys() != converted.keys():  # transformers builds a tensor from those of several units
+        converted, gathered_units = together, [{name: value for unit in gathered_units for name, value in unit.items()}]
     cast = {name: options.cast(tensor) for name, tensor in converted.items()}
     entries = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in cast.items()}
     floating = [tensor.dtype for tensor in cast.values() if tensor.dtype.is_floating_point]
@@ -183,7 +183,7 @@ def _fill(
     most = math.inf if isinstance(form, Adapter) else options.max_shard_bytes  # peft reads one file
     files = WeightFolder(folder, entries, most, form.stem)
     try:
-        for unit in arriving:
+        for unit in gathered_units:
             _write(files, form, unit, options)
         files.close()
     finally:

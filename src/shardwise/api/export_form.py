@@ -85,9 +85,9 @@ class OfTransformers:
         )
 
         left_out = self._model._keys_to_ignore_on_save or ()  # noqa: SLF001  an attribute that save_pretrained reads
-        held = {self._kept.get(name, name): tensor for name, tensor in tensors.items()}
+        kept = {self._kept.get(name, name): tensor for name, tensor in tensors.items()}
         whole: Any = _Whole(self._model)
-        return revert_weight_conversion(whole, {k: v for k, v in held.items() if k not in left_out})
+        return revert_weight_conversion(whole, {k: v for k, v in kept.items() if k not in left_out})
 
     def write_config(self, folder: Path, dtype: torch.dtype) -> None:
         """As :class:`Form`."""
@@ -145,9 +145,9 @@ def _only_adapter(model: Any) -> str:
 
 def _active_adapters(model: Any) -> list[str]:
     for module in model.modules():
-        held = getattr(module, "active_adapters", None)
-        if isinstance(held, list) and hasattr(module, "base_layer"):
-            return held
+        adapters = getattr(module, "active_adapters", None)
+        if isinstance(adapters, list) and hasattr(module, "base_layer"):
+            return adapters
     return [model.active_adapter] if hasattr(model, "prompt_encoder") else []
 
 
@@ -190,7 +190,7 @@ class Adapter:
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the adapter's tensors only, by their names in files."""
         found = {}
-        named = [(name, held) for first, held in tensors.items() for name in self._names.get(first, [first])]
+        named = [(name, tensor) for first, tensor in tensors.items() for name in self._names.get(first, [first])]
         for name, tensor in named:
             plain = f"{name.removeprefix(_PREFIX)}."  # with a dot, because the adapter's name may be the last part
             # A trained copy of a whole module has its original's name in files.
@@ -244,8 +244,8 @@ class Merged:
                     "  Export the adapter by itself, without merge_adapter (--merge)."
                 )
         self._in_files = {first: [*filter(None, map(self._name_in_files, names[first]))] for first in names}
-        held = dict(model.named_parameters())
-        self._plain = OfTransformers(base, {name: held[first] for first in names for name in self._in_files[first]})
+        named = dict(model.named_parameters())
+        self._plain = OfTransformers(base, {name: named[first] for first in names for name in self._in_files[first]})
 
     def _name_in_files(self, name: str) -> str | None:
         """Return the plain model's name of a parameter; ``None`` if the plain model does not have it."""
@@ -261,19 +261,19 @@ class Merged:
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """As :class:`Form`."""
-        held = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+        by_name = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
         found = {}
         for first, tensor in tensors.items():
             for name in self._in_files.get(first, [first.removeprefix(_PREFIX)]):
                 path, _, rest = name.rpartition(".")
                 is_adapted = path in self._layers and rest == "weight"
-                found[name] = self._with_adapter(path, tensor, held) if is_adapted else tensor
+                found[name] = self._with_adapter(path, tensor, by_name) if is_adapted else tensor
         return self._plain.convert(found)
 
-    def _with_adapter(self, path: str, weight: Tensor, held: dict[str, Tensor]) -> Tensor:
+    def _with_adapter(self, path: str, weight: Tensor, tensors: dict[str, Tensor]) -> Tensor:
         """Return ``weight`` plus the scaled product of the adapter's matrices (Hu et al., 2021, eq. 3)."""
         layer = self._layers[path]
-        down, up = (held[f"{path}.lora_{part}.{self._name}.weight"] for part in "AB")
+        down, up = (tensors[f"{path}.lora_{part}.{self._name}.weight"] for part in "AB")
         added = up @ down
         added = (added.t() if getattr(layer, "fan_in_fan_out", False) else added) * layer.scaling[self._name]
         return (weight + added).to(weight.dtype)
@@ -333,23 +333,23 @@ class OfGPT:
         """As :class:`Form`."""
         from transformers import GPT2Config  # pyrefly: ignore[missing-import]
 
-        held = self._config
+        gpt = self._config
         config = GPT2Config(
-            vocab_size=held.vocab_size,
-            n_positions=held.seq_len,
-            n_embd=held.hidden,
-            n_layer=held.num_layers,
-            n_head=held.num_heads,
-            n_inner=held.ffn_hidden,
+            vocab_size=gpt.vocab_size,
+            n_positions=gpt.seq_len,
+            n_embd=gpt.hidden,
+            n_layer=gpt.num_layers,
+            n_head=gpt.num_heads,
+            n_inner=gpt.ffn_hidden,
             activation_function="gelu_new",
-            tie_word_embeddings=held.tied,
+            tie_word_embeddings=gpt.tied,
             bos_token_id=None,
             eos_token_id=None,
             architectures=["GPT2LMHeadModel"],
             dtype=str(dtype).removeprefix("torch."),
-            resid_pdrop=held.dropout,
-            embd_pdrop=held.dropout,
-            attn_pdrop=held.dropout,
+            resid_pdrop=gpt.dropout,
+            embd_pdrop=gpt.dropout,
+            attn_pdrop=gpt.dropout,
         )
         config.save_pretrained(folder)
 

@@ -42,7 +42,7 @@ def pack_extra_state(model: nn.Module) -> dict[str, Any]:
             f"extra state of a module cannot be saved: {printable(wrong[0])}.\n"
             "  Let its get_extra_state() return such data. Nothing was written."
         )
-    return {key: plain.unpack(value) for held, _ in reversed(everyone) for key, value in held.items()}
+    return {key: plain.unpack(value) for states, _ in reversed(everyone) for key, value in states.items()}
 
 
 def unpack_extra_state(model: nn.Module, packed: Any) -> Callable[[], None]:

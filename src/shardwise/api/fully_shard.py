@@ -93,7 +93,7 @@ def fully_shard(
         PlanError: An argument is not supported here, or a batch norm does not work on several ranks.
         StateError: A parameter is used both inside a unit made earlier and outside of it (tied weights).
     """
-    mp_policy, offload_policy = _said(mp_policy), _said(offload_policy)
+    mp_policy, offload_policy = _translate_policy(mp_policy), _translate_policy(offload_policy)
     if mp_policy is not None and mp_policy.overrides:
         raise PlanError(
             "fully_shard(mp_policy=...) takes the policy of one unit, without overrides.\n"
@@ -107,7 +107,7 @@ def fully_shard(
     inside = {id(parameter) for parameter in root.parameters()}
     ignored = find_ignored(root, [p for p in ignored_params or () if id(p) in inside])
     fresh = assign_parameters(root, [], ignored)[""]
-    own = _outside_of({other for engine in inner for other in engine.units}, fresh, paths)
+    own = _not_in_units({other for engine in inner for other in engine.units}, fresh, paths)
     check_parameters(own)
     offload = _unit_offload(offload_policy, own)
     device = next((e.parameter.device for e in fresh), torch.device("cpu"))
@@ -218,7 +218,7 @@ def _refuse_compiled(modules: Iterable[nn.Module]) -> None:
             )
 
 
-def _said(value: Any) -> Any:
+def _translate_policy(value: Any) -> Any:
     """Translate an object of torch's FSDP2 into ours and print a note about it; return anything else unchanged."""
     meant, note = translated(value)
     if note is not None:
@@ -226,7 +226,7 @@ def _said(value: Any) -> Any:
     return meant
 
 
-def _outside_of(
+def _not_in_units(
     units: Collection[Unit], fresh: Iterable[build.OwnedParameter], paths: Mapping[int, str]
 ) -> list[build.OwnedParameter]:
     """Return the parameters that belong to none of ``units``, which are units below the new one.

@@ -113,8 +113,8 @@ def _joined(
             for batch in batches:  # noqa: B007, PLR1704  takes one batch, if there is one
                 has = _HAS
                 break
-            told = [row[0] for row in all_gather_ints(comm, [has], unit="join")]
-            active = [rank for rank, each in enumerate(told) if each == _HAS]
+            flags = [row[0] for row in all_gather_ints(comm, [has], unit="join")]
+            active = [rank for rank, each in enumerate(flags) if each == _HAS]
             if not active:
                 break
             if throws and len(active) < comm.size:
@@ -123,9 +123,9 @@ def _joined(
                     f"rank {active[0]} has another batch, rank {left} has none left.\n"
                     "  Give every rank as many batches (drop_last=True), or leave throw_on_early_termination out."
                 )
-            if _NOTHING_TO_REPEAT in told:
+            if _NOTHING_TO_REPEAT in flags:
                 raise StateError(
-                    f"sw.join(): rank {told.index(_NOTHING_TO_REPEAT)} has no batch at all, so none to repeat.\n"
+                    f"sw.join(): rank {flags.index(_NOTHING_TO_REPEAT)} has no batch at all, so none to repeat.\n"
                     "  Give all ranks one to take part with: sw.join(model, batches, like=batch)."
                 )
             if len(active) != (repeats.num_ranks_with_data or comm.size):

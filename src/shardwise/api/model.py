@@ -72,8 +72,8 @@ def logical_shape(parameter: Tensor) -> torch.Size:
     """Return the unsharded shape of a parameter, which may be a shard, a slice or any other tensor."""
     place = place_of(parameter)
     if place is None:
-        held = slice_of(parameter)
-        return parameter.shape if held is None else torch.Size(held.shape)
+        part = slice_of(parameter)
+        return parameter.shape if part is None else torch.Size(part.shape)
     return torch.Size(place[0].layout.params[place[1]].logical_shape)
 
 

@@ -89,7 +89,7 @@ def parallelize(
         RankDisagreement: The ranks have different models.
     """
     plan = _plan_of(plan, fields)
-    _tell_translations(plan)
+    _log_translations(plan)
     prepared = prepare(model, plan)  # raises before the ranks communicate
     device, counted = prepared.device, count_parameters(model)
     if (warning := cpu_warning(device.type, torch.cuda.device_count())) is not None:
@@ -99,7 +99,7 @@ def parallelize(
         source.check(name for name, parameter in model.named_parameters() if parameter.is_meta)
     size = join_world(device).size()
     mesh = plan.mesh(size, ranks_per_machine(size))
-    _tell_mesh(plan, mesh)
+    _log_mesh(plan, mesh)
     place = MeshRanks(mesh)
     comms = place.open(device, is_replicated=plan.is_replicated)
     ignored, owned = prepared.ignored, prepared.owned
@@ -112,7 +112,7 @@ def parallelize(
         source.agree(comms.world, plan.sync)
         fill_attributes(model, lambda tensor: source.attribute(tensor, device))  # may be a graph of parameters
         fill_buffers(model, lambda buffer, name: source.buffer(buffer, name).to(device))
-        whole, entries = prepared.left_alone, itertools.chain.from_iterable(owned.values())
+        whole, entries = prepared.unsharded, itertools.chain.from_iterable(owned.values())
         fill_parameters(source.ignored, [entry for entry in entries if entry.parameter in whole], device)
     is_deferred = source is not None
     synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)
@@ -173,7 +173,7 @@ def apply_plan(
     if pipelined is not None:
         notes += pipelined.notes
         pipelined.drop_other_stages(model)
-        prepared = prepared.kept_in(model)
+        prepared = prepared.restricted_to(model)
     notes += shard_rows(
         prepared.tables,
         comms.world,
@@ -222,7 +222,7 @@ def _accumulates_sharded(plan: ParallelPlan) -> bool | None:
     return plan.accumulation == "sharded" if plan.accumulation in {"sharded", "unsharded"} else None
 
 
-def _tell_translations(plan: ParallelPlan) -> None:
+def _log_translations(plan: ParallelPlan) -> None:
     """Print once the names here for strategies and objects of other libraries."""
     strategy = plan.strategy
     if isinstance(strategy, str) and canonical_name(strategy) != strategy.lower():
@@ -231,7 +231,7 @@ def _tell_translations(plan: ParallelPlan) -> None:
         log_once(note)
 
 
-def _tell_mesh(plan: ParallelPlan, mesh: Mesh) -> None:
+def _log_mesh(plan: ParallelPlan, mesh: Mesh) -> None:
     """Print the mesh that was chosen for a hybrid strategy whose plan does not set one."""
     if not plan.placements.is_hybrid or plan.dp_replicate > 1 or mesh.data_parallel_size == 1:
         return
@@ -294,11 +294,11 @@ def _fill(  # noqa: PLR0917 - all that divides a parameter
     may change how a module would initialize them. Parameters that this rank will drop are not filled.
     """
     own = own_experts(mixtures, comms.ep) if comms.ep is not None else {}
-    held = None if pipelined is None else pipelined.own_parameters(model)
+    own_ids = None if pipelined is None else pipelined.own_parameters(model)
 
     def is_cut(parameter: nn.Parameter) -> bool:
         rows = own.get(id(parameter), slice(None))
-        is_here = rows is not None and (held is None or id(parameter) in held)
+        is_here = rows is not None and (own_ids is None or id(parameter) in own_ids)
         return is_here and (cuts is not None or rows != slice(None))
 
     def part(entry: OwnedParameter) -> Tensor:

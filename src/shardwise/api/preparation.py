@@ -60,14 +60,14 @@ class Preparation:
     mixtures: Sequence[Mixture]
     stage_modules: Sequence[StageModule]
 
-    def kept_in(self, model: nn.Module) -> Preparation:
+    def restricted_to(self, model: nn.Module) -> Preparation:
         """Return the preparation of the part of the model that a pipeline keeps on this rank."""
         modules = set(map(id, model.modules()))
-        kept = [
+        selected = [
             {path: module for path, module in found.items() if id(module) in modules}
             for found in (self.units, self.recomputed, self.offloaded, self.tables)
         ]
-        units, recomputed, offloaded, tables = kept
+        units, recomputed, offloaded, tables = selected
         return replace(
             self,
             ignored=self.ignored.inside(model),
@@ -78,7 +78,7 @@ class Preparation:
         )
 
     @property
-    def left_alone(self) -> Ignored:
+    def unsharded(self) -> Ignored:
         """Parameters that the engine does not shard: ignored ones, and embeddings whose rows are sharded."""
         return self.ignored.with_row_sharded(table_weights(self.tables))
 

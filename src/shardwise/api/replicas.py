@@ -71,10 +71,10 @@ def check_replicas(model: nn.Module, optimizer: Optimizers = (), *, after_backwa
         own: dict[str, Any] = {name: digest.tolist() for name, digest in digests.items()}
         own |= _settings(optimizers) if comm is control else {}
         problems += _differences(all_gather_json(comm, [world.rank, own]))
-    told = list(dict.fromkeys(problem for rank in all_gather_json(world, problems) for problem in rank))
-    if told:
-        lines = "".join(f"\n  - {problem}" for problem in told[:_MOST_NAMED])
-        more = f"\n  - and {len(told) - _MOST_NAMED} more" if len(told) > _MOST_NAMED else ""
+    problems_of_all = list(dict.fromkeys(problem for rank in all_gather_json(world, problems) for problem in rank))
+    if problems_of_all:
+        lines = "".join(f"\n  - {problem}" for problem in problems_of_all[:_MOST_NAMED])
+        more = f"\n  - and {len(problems_of_all) - _MOST_NAMED} more" if len(problems_of_all) > _MOST_NAMED else ""
         raise RankDisagreement(
             f"copies that must be equal on several ranks are not:{lines}{more}\n"
             "  A bit has changed in the memory of one of them, or a program changes parameters on some ranks only. Go"
@@ -92,8 +92,8 @@ def _copies(
         name = f"{group.unit.name} ({dtype}{'' if group.wants_gradients else ', frozen'})"
         copies = group.comms.replicate if group.placements.shards_optimizer else group.comms.control
         yield copies, f"parameters of {name}", [group.master]
-        if held := states.get(id(group)):
-            yield copies, f"optimizer state of {name}", held
+        if state := states.get(id(group)):
+            yield copies, f"optimizer state of {name}", state
         if after_backward and group.replica is not None and group.replica is not group.master:
             yield group.comms.control, f"gathered parameters of {name}", [group.replica]
         specs = enumerate(group.layout.params)
@@ -137,8 +137,8 @@ def _differences(everyones: Sequence[Any]) -> list[str]:
         for rank, digests in everyones:
             ranks[tuple(digests.get(name, ()))].append(rank)
         if len(ranks) > 1:
-            groups = sorted(ranks.values(), key=lambda held: (-len(held), held))
-            most, others = groups[0], sorted(rank for held in groups[1:] for rank in held)
+            groups = sorted(ranks.values(), key=lambda ranks_alike: (-len(ranks_alike), ranks_alike))
+            most, others = groups[0], sorted(rank for ranks_alike in groups[1:] for rank in ranks_alike)
             if len(most) > len(others):
                 found.append(f"{name}: {_ranks(others)} differ{'s' * (len(others) == 1)} from {_ranks(most)}")
             else:

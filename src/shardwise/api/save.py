@@ -170,13 +170,13 @@ def save_async(
         path, model, optimizer, state=state, average=average, rank_state=rank_state, keep=keep, frozen=frozen
     )
     engine = content.engine
-    held = _background.setdefault(engine, Background())
+    background = _background.setdefault(engine, Background())
     _saving[engine] = begin_write(
         content.path,
         engine.comms.world,
         content.tensors,
         content.data,
-        held,
+        background,
         step=content.step,
         run_id=content.run_id,
         frozen=states.frozen_names(model),
@@ -205,7 +205,7 @@ def finish_save(model: nn.Module) -> None:
         log_once(f"{saving.directory} is saved, but not all older checkpoints were removed: {outcome['after']}")
     _verified[engine] = tuple(outcome["good"])
     if engine.comms.world.rank == 0:
-        _tell_refused(outcome["refused"])
+        _log_refused(outcome["refused"])
 
 
 def save_failure(model: nn.Module) -> str | None:
@@ -282,8 +282,8 @@ def _content(
         tensors += average.owned_extents()
     if rank_state is not None:
         packed = plain.dumps(plain.pack(rank_state, "rank_state"))
-        held = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        tensors.append((_rank_extent(engine.comms.world.rank, held.numel()), held))
+        raw = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        tensors.append((_rank_extent(engine.comms.world.rank, raw.numel()), raw))
     if not frozen:
         data[_WITHOUT_FROZEN] = True
         left_out = states.frozen_extents(model, tensors)
@@ -336,18 +336,18 @@ def _follow(path: Path, engine: Engine, keep: int, run_id: str) -> None:
         try:
             good, refused = follow(path, keep=keep, run_id=run_id, known_good=_verified.get(engine, ()))
             _verified[engine] = tuple(good)
-            _tell_refused(refused)
+            _log_refused(refused)
         except ShardwiseError as error:
             problem = error
     fail_together(engine.comms.world, problem)
 
 
-def _tell_refused(refused: Iterable[tuple[str, str]]) -> None:
+def _log_refused(refused: Iterable[tuple[str, str]]) -> None:
     for name, reason in refused:
         log_once(f"checkpoint {name} is left: {reason}")
 
 
-def drop_save(model: nn.Module) -> None:
+def abandon_save(model: nn.Module) -> None:
     """Abort the running save, which would wait for a peer that has exited. Not a collective."""
     engine = engine_of(model, "sw.save_async")
     _saving.pop(engine, None)
@@ -460,10 +460,10 @@ class _Targets:
                 f"checkpoint {checkpoint.path} leaves out frozen parameters, and those of this model have no values.\n"
                 "  Build the model with the values of its base, as it was when it was saved."
             )
-        held = states.load_targets(model, stored, with_frozen=not leaves_frozen)
+        values = states.load_targets(model, stored, with_frozen=not leaves_frozen)
         ignored = stored_names(ignored_of(engine), engine.comms, holders, stored)
-        self.extents += held.extents + ignored_extents(ignored)
-        self.installs += [held.install, unpack_extra_state(model, checkpoint.data.get(_EXTRA, {}))]
+        self.extents += values.extents + ignored_extents(ignored)
+        self.installs += [values.install, unpack_extra_state(model, checkpoint.data.get(_EXTRA, {}))]
         own = stored.get(_rank_extent(engine.comms.world.rank, 0).name)
         if own is not None and checkpoint.world_size == engine.comms.world.size:
             self._rank_state = torch.empty(own.numel, dtype=torch.uint8)
@@ -553,9 +553,9 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _restore(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
     """Restore the settings of a group; a number that the group stores in a tensor is copied into that tensor."""
     for key, value in settings.items():
-        held = group.get(key)
-        if isinstance(held, torch.Tensor) and held.dim() == 0 and isinstance(value, (int, float)):
-            held.fill_(value)
+        present = group.get(key)
+        if isinstance(present, torch.Tensor) and present.dim() == 0 and isinstance(value, (int, float)):
+            present.fill_(value)
         else:
             group[key] = value
 

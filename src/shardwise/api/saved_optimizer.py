@@ -189,7 +189,7 @@ def shared_members(model: nn.Module, optimizers: Optimizers) -> list[list[str]] 
     if len(groups_of(optimizers)) == 1:
         return None
     everyone = all_gather_json(engine_of(model, "sw.save").comms.world, members_here(model, optimizers))
-    return [sorted(set[str]().union(*held)) for held in zip(*everyone, strict=True)]
+    return [sorted(set[str]().union(*names)) for names in zip(*everyone, strict=True)]
 
 
 def members_here(model: nn.Module, optimizers: Optimizers) -> list[list[str]]:
@@ -200,12 +200,12 @@ def members_here(model: nn.Module, optimizers: Optimizers) -> list[list[str]]:
         names |= {shard: spec.name for spec, shard in zip(group.layout.params, group.shards, strict=True)}
     found = []
     for settings in groups_of(optimizers):
-        held = [
+        parameters = [
             parameter
             for given in settings["params"]
             for parameter in (given.shards if isinstance(given, FlatParameter) else (given,))
         ]
-        found.append([names[parameter] for parameter in held if parameter in names])
+        found.append([names[parameter] for parameter in parameters if parameter in names])
     return found
 
 
@@ -252,4 +252,4 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     }
     comms = engine_of(model, "sw.save").comms
     everyone = [found] if comms.pp is None else all_gather_json(comms.world, found)
-    return {name: known for held in everyone for name, known in held.items()}
+    return {name: known for names in everyone for name, known in names.items()}

@@ -52,7 +52,7 @@ def shard_model(
     checks.install_checks()
     if comms.gather.device.type == "cpu":
         heap.keep_freed_memory()
-    placements, ignored, policies = prepared.plan.placements, prepared.left_alone, prepared.policies
+    placements, ignored, policies = prepared.plan.placements, prepared.unsharded, prepared.policies
     unit_modules = prepared.units
     owned = assign_parameters(model, unit_modules, ignored)
     allows_meta = source is not None or comms.gather.device.type == "meta"

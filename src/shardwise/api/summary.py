@@ -64,10 +64,10 @@ class GroupSummary:
         """``fp32``, or ``fp32>bf16>fp32`` for master, compute and reduce dtype if they differ, and quantized forms."""
         every = (self.dtype, self.compute_dtype, self.reduce_dtype)
         shown = self.dtype if len(set(every)) == 1 else ">".join(every)
-        held = f", held as {self.held_as}" if self.held_as else ""
+        stored = f", held as {self.held_as}" if self.held_as else ""
         sent = f", sent as {self.sent_as}" if self.sent_as else ""
         return (
-            shown + held + sent + (f", reduced as {self.reduced_as}" if self.reduced_as and self.is_trainable else "")
+            shown + stored + sent + (f", reduced as {self.reduced_as}" if self.reduced_as and self.is_trainable else "")
         )
 
 
@@ -206,8 +206,8 @@ class Summary(Shown):
             more = f" and {len(self.ignored) - 8} more" if len(self.ignored) > 8 else ""
             lines.append(f"ignored (whole, this rank's own): {' '.join(self.ignored[:8])}{more}")
         if self.recomputed:
-            kept = f", but for what {', '.join(self.keeps)} give" if self.keeps else ""
-            lines.append(f"recomputed in backward: {' '.join(self.recomputed)}{kept}")
+            exceptions = f", but for what {', '.join(self.keeps)} give" if self.keeps else ""
+            lines.append(f"recomputed in backward: {' '.join(self.recomputed)}{exceptions}")
         if self.offloaded:
             lines.append(f"activations on the host: {' '.join(self.offloaded)}")
         if self.updated:
@@ -238,9 +238,9 @@ def _rows(unit: UnitSummary) -> list[tuple[str, ...]]:
         words += [] if unit.inner_size is None else [f"then over {unit.inner_size} ranks"]
         words += ["on the host"] * group.is_offloaded
         numel = sum(math.prod(shape) for _, shape, _ in group.parameters)
-        held = sum(count for _, _, count in group.parameters)
+        num_owned = sum(count for _, _, count in group.parameters)
         padding = f"{100 * group.padding_numel / max(group.numel, 1):.1f}%"
-        rows.append((name, unit.type_name, f"{numel:,}", f"{held:,}", padding, ", ".join(words)))
+        rows.append((name, unit.type_name, f"{numel:,}", f"{num_owned:,}", padding, ", ".join(words)))
     return rows or [(name, unit.type_name, "0", "0", "", "-")]
 
 
@@ -328,7 +328,7 @@ def predict(
             ``None``: as in the steps so far.
     """
     planned = {engine.window.mode} if num_microbatches is not None and num_microbatches > 1 else set()
-    held = footprint(
+    predicted = footprint(
         group_facts(engine),
         rank=engine.comms.gather.rank,
         backward_order=_reduction_order(engine) or None,
@@ -339,7 +339,7 @@ def predict(
         accumulations=_accumulations(engine) if num_microbatches is None else planned,
         ignored=ignored_of(engine).specs,
     )
-    return dataclasses.replace(held, reduce=held.reduce + _message_bytes(engine))
+    return dataclasses.replace(predicted, reduce=predicted.reduce + _message_bytes(engine))
 
 
 def _accumulations(engine: Engine) -> set[str]:
@@ -409,11 +409,11 @@ def predict_trace(
 def _unit(unit: Unit) -> UnitSummary:
     groups = []
     for group in unit.groups:
-        held = {piece.index: piece.numel for piece in group.pieces}
+        owned = {piece.index: piece.numel for piece in group.pieces}
         groups.append(
             GroupSummary(
                 parameters=tuple(
-                    (spec.name, spec.logical_shape, held.get(index, 0))
+                    (spec.name, spec.logical_shape, owned.get(index, 0))
                     for index, spec in enumerate(group.layout.params)
                 ),
                 dtype=dtype_name(group.dtype),
@@ -437,7 +437,7 @@ def _unit(unit: Unit) -> UnitSummary:
 
 
 def _slice(spec: ParamSpec) -> str:
-    held = spec.slice
-    assert held is not None
-    part = describe_cuts(held.shape, simplest(held.shape, held.cuts)) if held.cuts else f"all of {list(held.shape)}"
-    return part + (f", copy {held.copy + 1} of {held.copies}" if held.copies > 1 else "")
+    part = spec.slice
+    assert part is not None
+    text = describe_cuts(part.shape, simplest(part.shape, part.cuts)) if part.cuts else f"all of {list(part.shape)}"
+    return text + (f", copy {part.copy + 1} of {part.copies}" if part.copies > 1 else "")

@@ -63,7 +63,7 @@ def on_meta(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     Tied parameters stay tied. Floating-point parameters get ``dtype``; buffers keep theirs.
     """
-    held: list[tuple[dict[str, Any], str, Any]] = []
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
     moved: dict[int, Any] = {}
 
     def stand_in(tensor: Tensor) -> Tensor:
@@ -77,15 +77,15 @@ def on_meta(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         for entries in (torch_private.parameters_of(module), torch_private.buffers_of(module)):
             for name, tensor in entries.items():
                 if tensor is not None:
-                    held.append((entries, name, tensor))
+                    replaced.append((entries, name, tensor))
                     if id(tensor) not in moved:
                         moved[id(tensor)] = stand_in(tensor)
     try:
-        for entries, name, tensor in held:
+        for entries, name, tensor in replaced:
             entries[name] = moved[id(tensor)]
         yield
     finally:
-        for entries, name, tensor in held:
+        for entries, name, tensor in replaced:
             entries[name] = tensor
 
 

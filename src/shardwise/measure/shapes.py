@@ -105,7 +105,7 @@ def _described(result: Any, arguments: list[Any]) -> _Result:
     parts = (result,) if is_alone else result
     if not isinstance(parts, tuple):
         return None
-    taken = {storage_identity(each) for each in tensors_in(arguments)}
+    seen = {storage_identity(each) for each in tensors_in(arguments)}
     described: list[_Part] = []
     for part in parts:
         if not isinstance(part, Tensor):
@@ -114,9 +114,9 @@ def _described(result: Any, arguments: list[Any]) -> _Result:
             described.append(part)
             continue
         identity = storage_identity(part)
-        if type(part) is not Tensor or not part.is_meta or part.layout is not torch.strided or identity in taken:
+        if type(part) is not Tensor or not part.is_meta or part.layout is not torch.strided or identity in seen:
             return None
-        taken.add(identity)
+        seen.add(identity)
         shape, stride = tuple(part.shape), part.stride()
         like = torch.empty_strided(shape, stride, dtype=part.dtype, device="meta")
         if part.is_conj() or part.is_neg() or part.untyped_storage().nbytes() != like.untyped_storage().nbytes():

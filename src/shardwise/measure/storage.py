@@ -96,9 +96,9 @@ class StorageCount(TorchDispatchMode):
 
     def see_all_objects(self) -> None:
         """Count all existing tensors that Python's garbage collector knows."""
-        for held in gc.get_objects():
-            if issubclass(type(held), torch.Tensor):  # isinstance would evaluate lazy proxies
-                self.see(held)
+        for each in gc.get_objects():
+            if issubclass(type(each), torch.Tensor):  # isinstance would evaluate lazy proxies
+                self.see(each)
 
     def see(self, tensor: torch.Tensor) -> None:
         """Count the storage of ``tensor`` once."""
@@ -178,18 +178,18 @@ def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> d
     groups, ignored = list(engine.groups), ignored_of(engine).parameters.values()
     offloaded = [group for group in groups if group.facts.is_offloaded]
     state: dict[bool, list[Tensor]] = {True: [], False: []}  # by whether the parameter is offloaded
-    for parameter, held in (item for optimizer in optimizers for item in optimizer.state.items()):
+    for parameter, values in (item for optimizer in optimizers for item in optimizer.state.items()):
         owner = group_of(parameter)
         is_offloaded = owner is not None and owner.facts.is_offloaded
-        for value in held.values():
+        for value in values.values():
             if isinstance(value, Tensor):
                 state[is_offloaded] += (torch_private.wrapped_tensors(value) or {"": value}).values()
     transfers = engine.extras.find(Transfers)
     stages = transfers.stages if transfers is not None else ()
-    kept = [held for group in groups for held in group.form.buffers()]
+    buffers = [buffer for group in groups for buffer in group.form.buffers()]
 
     def of(category: str) -> list[Tensor]:
-        return [tensor for other, tensor in kept if other == category]
+        return [tensor for other, tensor in buffers if other == category]
 
     activations = engine.extras.find(ActivationOffload)
     host = take([*state[True], *(t for g in offloaded for t in (g.master, g.gradient.storage.tensor)), *of("host")])

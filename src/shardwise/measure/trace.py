@@ -275,7 +275,7 @@ class _Tracer(TorchDispatchMode):
             *(self._unit("block", self._found[name], parameters[name]) for name in dict.fromkeys(self._order)),
             self._unit(HEAD, self._found[HEAD], after),
         ]
-        unused = [p for name, held in parameters.items() if name and name not in self._found for p in held]
+        unused = [p for name, uses in parameters.items() if name and name not in self._found for p in uses]
         if unused:
             made[-1] = self._unit(HEAD, self._found[HEAD], [*after, *unused])
         runs = [

@@ -171,5 +171,5 @@ class Comparison:
 
 def added(record: Record, points: Sequence[Point], label: str) -> Tensor | None:
     """The sketch of the sum of those of several tensors that exist; ``None`` if none exists."""
-    held = [record.sketches[point][label] for point in points if label in record.sketches.get(point, {})]
-    return torch.stack(held).sum(0).cpu() if held else None
+    sketches = [record.sketches[point][label] for point in points if label in record.sketches.get(point, {})]
+    return torch.stack(sketches).sum(0).cpu() if sketches else None

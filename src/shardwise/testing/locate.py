@@ -171,14 +171,14 @@ class _Search:
         everyone = all_gather_json(self._control, named)
         unseen = tuple(sorted({path for each in everyone for path in each["unseen"]}))
         nothing = NoDifference(sum(each["count"] for each in everyone), step + 1, unseen)
-        asked = _union(each["wrong"] for each in everyone)
-        is_above_rounding = bool(asked)
+        points = _union(each["wrong"] for each in everyone)
+        is_above_rounding = bool(points)
         if not is_above_rounding:
-            asked = _union(each["inexact"] for each in everyone)
+            points = _union(each["inexact"] for each in everyone)
             findings = {point: dataclasses.replace(found, allowed=0.0) for point, found in findings.items()}
-        if not asked:
+        if not points:
             return nothing
-        table, seen, scalars = self._exchange(asked, order, findings)
+        table, seen, scalars = self._exchange(points, order, findings)
         first = self._judge.first(table, seen, alone, scalars=scalars, is_exact=not is_above_rounding)
         if first is None:
             return nothing
@@ -217,18 +217,18 @@ class _Search:
     # -- all ranks
 
     def _exchange(
-        self, asked: Sequence[Point], order: Sequence[tuple[int, Point, bool]], findings: Mapping[Point, Finding]
+        self, points: Sequence[Point], order: Sequence[tuple[int, Point, bool]], findings: Mapping[Point, Finding]
     ) -> tuple[dict[Point, Findings], dict[Point, list[int]], set[Point]]:
-        """All ranks' findings at the points of ``asked``, the times of all compared tensors, and points of scalars."""
-        held = [dataclasses.astuple(findings[point]) if point in findings else None for point in asked]
-        told = all_gather_json(self._control, [order, held])
+        """All ranks' findings at the points of ``points``, the times of all compared tensors, and points of scalars."""
+        own = [dataclasses.astuple(findings[point]) if point in findings else None for point in points]
+        by_rank = all_gather_json(self._control, [order, own])
         table: dict[Point, Findings] = {
-            point: {rank: Finding(*rows[index]) for rank, (_, rows) in enumerate(told) if rows[index] is not None}
-            for index, point in enumerate(asked)
+            point: {rank: Finding(*rows[index]) for rank, (_, rows) in enumerate(by_rank) if rows[index] is not None}
+            for index, point in enumerate(points)
         }
         seen: dict[Point, list[int]] = {}
         scalars = set()
-        for times, _ in told:
+        for times, _ in by_rank:
             for tick, point, is_scalar in times:
                 seen.setdefault(Point(*point), []).append(tick)
                 scalars |= {Point(*point)} if is_scalar else set()
@@ -244,11 +244,11 @@ class _Search:
         planned = self._under_plan(step, members)
         whole = self._in_one_process(step, planned, members)
         own = findings.get(self._rank)
-        told: dict[str, Any] = {"kind": None, "gap": 0.0, "largest": 0.0, "paths": []}
+        report: dict[str, Any] = {"kind": None, "gap": 0.0, "largest": 0.0, "paths": []}
         if own is not None and not own.is_right:
-            told |= _from_tensors(own, members, planned, whole, compared.factor(point))
-            told["paths"] = [each.path for each in members]
-        everyone = all_gather_json(self._control, told)
+            report |= _from_tensors(own, members, planned, whole, compared.factor(point))
+            report["paths"] = [each.path for each in members]
+        everyone = all_gather_json(self._control, report)
         kind = first.kind or Kind(*next(each["kind"] for each in everyone if each["kind"] is not None))
         paths = dict.fromkeys(path for each in everyone for path in each["paths"])
         module, tensor = _module_of(point, [*paths] or [point.path], alone)
@@ -276,7 +276,7 @@ def _from_tensors(
     own: Finding, members: Sequence[Point], planned: Record, whole: Record, factor: int
 ) -> dict[str, Any]:
     """The kind and size of this rank's difference, from full tensors."""
-    held = [planned.captured[each] for each in members if each in planned.captured]
+    captured = [planned.captured[each] for each in members if each in planned.captured]
     right = [whole.captured[each] for each in members if each in whole.captured]
     if not right:
         return {"kind": Kind(kinds.OTHER, "not there in a second run"), "gap": math.nan, "largest": math.nan}
@@ -287,7 +287,7 @@ def _from_tensors(
     total = total.reshape(shape) if total.numel() == math.prod(shape) else total
     part = next((each for each in parts(total.shape, shape, whole.at) if each.label == own.label), None)
     expected = total if part is None else part.take(total)
-    got = torch.stack(held).sum(0).reshape(expected.shape) if held else torch.zeros_like(expected)
+    got = torch.stack(captured).sum(0).reshape(expected.shape) if captured else torch.zeros_like(expected)
     kind = _of_terms(members[0], own, whole) or kinds.of_tensors(got, expected, total, whole.tables[members[0]])
     gap = (got.double() - expected.double()).abs().max().item()
     return {"kind": kind, "gap": gap, "largest": expected.abs().max().item()}

@@ -94,7 +94,7 @@ class OneProcess:
                 of microbatches after the last one of a reader.
         """
         before = [buffer.clone() for buffer in self.model.buffers()]
-        kept: list[Tensor] = []
+        buffers: list[Tensor] = []
         total: dict[nn.Parameter, Tensor] = {}
         group: dict[nn.Parameter, Tensor] = {}
         self.losses = []
@@ -110,12 +110,12 @@ class OneProcess:
                 self.dtype = loss.dtype
             begins(reader, count)
             self.losses.append(sum_of_losses / count)
-            kept = kept or [buffer.clone() for buffer in self.model.buffers()]
+            buffers = buffers or [buffer.clone() for buffer in self.model.buffers()]
             _add(group, _take_gradients(self._parameters))
             if (reader + 1) % self._group_size == 0:
                 _add(total, group)
                 group = {}
-        _put_buffers(self.model, kept)
+        _put_buffers(self.model, buffers)
         for parameter, grad in total.items():
             dtype = torch.promote_types(grad.dtype, torch.float32)
             parameter.grad = grad.div_(torch.full((1,) * grad.dim(), len(readers), dtype=dtype, device=grad.device))
@@ -165,10 +165,10 @@ def largest_rate(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _take_gradients(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    taken = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-    for parameter in taken:
+    gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    for parameter in gradients:
         parameter.grad = None
-    return taken
+    return gradients
 
 
 def _add(total: dict[nn.Parameter, Tensor], more: dict[nn.Parameter, Tensor]) -> None:

@@ -382,9 +382,9 @@ class _Judge:
         owned = [extent for extent, _ in self.inside.owned_extents(self.side.ours)]
         extents = self.inside.extents()
         # Buffers are left out: they depend on this rank's last forward.
-        held = {extent: _digest(values) for extent, values in extents if not extent.name.startswith("buffer/")}
+        digests = {extent: _digest(values) for extent, values in extents if not extent.name.startswith("buffer/")}
         everyone: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, (owned, held))
+        torch.distributed.all_gather_object(everyone, (owned, digests))
         owners: dict[str, Tensor] = {}
         for extent in itertools.chain.from_iterable(owned for owned, _ in everyone):
             _count(extent, owners.setdefault(extent.name, torch.zeros(extent.logical_numel, dtype=torch.int32)))
@@ -399,8 +399,8 @@ class _Judge:
         for name, count in owners.items():
             assert bool((count == 1).all()), f"{where}: an element of {name} has no owner, or two"
         for rank, (_, theirs) in enumerate(everyone):
-            for extent in held.keys() & theirs.keys():
-                assert held[extent] == theirs[extent], f"{where}: rank {rank} has other values of {extent.name}"
+            for extent in digests.keys() & theirs.keys():
+                assert digests[extent] == theirs[extent], f"{where}: rank {rank} has other values of {extent.name}"
 
     def full_state(self) -> None:
         """Check that ``sw.full_state_dict`` on rank 0 equals the plain model's state dict."""
@@ -567,9 +567,9 @@ def _summed(group: Sequence[nn.Module], *, but: Collection[str]) -> dict[str, Te
     """Sum the copies' gradients in rank order, and remove them from the copies."""
     summed: dict[str, Tensor] = {}
     for each in group:
-        taken = {name: p for name, p in each.named_parameters() if name not in but and p.grad is not None}
-        _add(summed, {name: p.grad for name, p in taken.items() if p.grad is not None})
-        for parameter in taken.values():
+        with_grad = {name: p for name, p in each.named_parameters() if name not in but and p.grad is not None}
+        _add(summed, {name: p.grad for name, p in with_grad.items() if p.grad is not None})
+        for parameter in with_grad.values():
             parameter.grad = None
     return summed
 
@@ -624,10 +624,10 @@ class _Alone:
 
     def __init__(self, copies: Sequence[nn.Module], judges: Sequence[_Judge], optimizer: OptimizerFactory) -> None:
         self.sides, self.reader = [judge.side for judge in judges], judges[0].inside.reader[0]
-        held = judges[0].inside.ignored
-        self.copies = [{name: dict(each.named_parameters())[name] for name in held} for each in copies]
+        ignored = judges[0].inside.ignored
+        self.copies = [{name: dict(each.named_parameters())[name] for name in ignored} for each in copies]
         # The reference optimizer has the first copy's parameters.
-        self.optimizers = [optimizer(list(each.values())) for each in self.copies[1:]] if held else []
+        self.optimizers = [optimizer(list(each.values())) for each in self.copies[1:]] if ignored else []
 
     def _each(self) -> Iterator[tuple[_Side, str, nn.Parameter, nn.Parameter]]:
         for side in self.sides:
@@ -636,21 +636,21 @@ class _Alone:
 
     def step(self, step: int) -> None:
         """Compare the gradients, and step the optimizers."""
-        for side, name, expected, held in self._each():
+        for side, name, expected, mine in self._each():
             place = side.at(step, f": gradient of {name}, which is ignored")
-            assert (held.grad is None) == (expected.grad is None), place
-            if held.grad is not None and expected.grad is not None:
-                assert same_bits(held.grad, expected.grad), place
+            assert (mine.grad is None) == (expected.grad is None), place
+            if mine.grad is not None and expected.grad is not None:
+                assert same_bits(mine.grad, expected.grad), place
         for each in self.optimizers:
             each.step()
 
     def compare(self, reference: torch.optim.Optimizer, step: int) -> None:
         """Compare parameters and optimizer state, after the optimizers have stepped."""
-        for side, name, expected, held in self._each():
+        for side, name, expected, mine in self._each():
             place = side.at(step, f", after the optimizer: {name}, which is ignored")
-            assert same_bits(held, expected), place
+            assert same_bits(mine, expected), place
             states = (self.optimizers[self.reader - 1] if self.reader else reference).state.get(expected, {})
-            got = side.ours.state.get(held, {})
+            got = side.ours.state.get(mine, {})
             assert states.keys() == got.keys(), f"{place}: state"
             for key, value in states.items():
                 assert same_bits(value, got[key]), f"{place}: {key}"

@@ -322,17 +322,17 @@ class Probe:
         """Weak references to the engine's objects and buffers; all are dead after model and probe are deleted."""
         engine = self._engine
         masters = (group.master for group in engine.groups)
-        return [weakref.ref(held) for held in (engine, *engine.units, *engine.groups, *masters, *self.gathered_buffers)]
+        return [weakref.ref(each) for each in (engine, *engine.units, *engine.groups, *masters, *self.gathered_buffers)]
 
     def held_bytes(self, *optimizers: torch.optim.Optimizer) -> dict[str, int]:
         """Bytes of this rank's distinct storages by category: now, but the peaks of ``gathered`` and ``reduce``.
 
         See :func:`shardwise.measure.storage.held_bytes` for the categories.
         """
-        held, engine = held_bytes(self._engine, optimizers), self._engine
-        held["gathered"] += engine.gathered.peak - engine.gathered.current
-        held["reduce"] += engine.gradients.peak - engine.gradients.current
-        return held
+        by_category, engine = held_bytes(self._engine, optimizers), self._engine
+        by_category["gathered"] += engine.gathered.peak - engine.gathered.current
+        by_category["reduce"] += engine.gradients.peak - engine.gradients.current
+        return by_category
 
     # -- communication
 
@@ -407,8 +407,8 @@ class Probe:
 
 def part_of(extent: Extent, whole: Tensor) -> Tensor:
     """The flat elements of an extent, from a plain model's tensor."""
-    held = copy_part(whole.detach(), Slice(extent.shape, extent.cuts)) if extent.cuts else whole.detach()
-    return memory_order(held)[extent.start : extent.stop]
+    part = copy_part(whole.detach(), Slice(extent.shape, extent.cuts)) if extent.cuts else whole.detach()
+    return memory_order(part)[extent.start : extent.stop]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:

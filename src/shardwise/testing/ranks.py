@@ -324,7 +324,7 @@ def _fork_server() -> Any:
     """The context of the fork server, which the first call in a process starts."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["shardwise.testing.preload"])
-    kept = dict(os.environ)
+    previous = dict(os.environ)
     os.environ.update(_SERVER_ENVIRONMENT)  # thread pools read these when they are loaded, in the server
     try:
         from multiprocessing import forkserver
@@ -332,7 +332,7 @@ def _fork_server() -> Any:
         forkserver.ensure_running()
     finally:
         os.environ.clear()
-        os.environ.update(kept)
+        os.environ.update(previous)
     return context
 
 

@@ -93,8 +93,8 @@ class Record:
 
     def capture(self, point: Point, tensor: Tensor) -> None:
         """Keep a tensor, or a term of it."""
-        held = self.captured.get(point)
-        self.captured[point] = tensor.detach().clone() if held is None else held + tensor.detach()
+        previous = self.captured.get(point)
+        self.captured[point] = tensor.detach().clone() if previous is None else previous + tensor.detach()
 
     def keep_taps(self, tap: Tap) -> None:
         """Copy the tap's data on calls, and remove its hooks."""
@@ -248,16 +248,16 @@ class _Recording:
         self._sums: dict[Point, Tensor] = {}
 
     def run(self, readers: Any, step: int) -> Record:
-        record, held = self.record, self._plan.ranges
+        record, ranges = self.record, self._plan.ranges
         for name, buffer in _buffers(self._alone.model, step):
             self._note(_point(name, VALUE), buffer)
-        for point, own in held.items():
+        for point, own in ranges.items():
             if point in self._parameters:
                 at = point._replace(kind=VALUE)
                 self._keep(at, own.part_of(self._parameters[point]))
         self._time, self._count = 1, len(readers[self._reader])
         self._alone.backward(readers, self._begins)
-        for point, own in held.items():
+        for point, own in ranges.items():
             parameter = self._parameters.get(point)
             if parameter is not None and parameter.grad is not None:
                 self._keep(point, own.part_of(parameter.grad))

@@ -107,7 +107,7 @@ class Tap:
         self.callers[path, call] = around.path, around.call
         for index, tensor in enumerate(given):
             point = Point(path, INPUT_GRADIENT, call, str(index))
-            known = (first for held, first in around.inputs_inside if held() is tensor)
+            known = (first for reference, first in around.inputs_inside if reference() is tensor)
             self.siblings[point] = first = next(known, point)
             if first is point:
                 around.inputs_inside.append((weakref.ref(tensor), point))
@@ -153,8 +153,8 @@ class Tap:
 
 def _has_other_uses(tensor: Tensor, frame: _Frame, made: list[Tensor]) -> bool:
     """Whether the gradient of an output has other terms too, because it is, for example, a parameter or an input."""
-    held = [*frame.given, *(reference() for reference, _ in frame.inputs_inside)]
-    return tensor.is_leaf or any(tensor is each for each in held) or sum(tensor is each for each in made) > 1
+    inputs = [*frame.given, *(reference() for reference, _ in frame.inputs_inside)]
+    return tensor.is_leaf or any(tensor is each for each in inputs) or sum(tensor is each for each in made) > 1
 
 
 def _show(note: Callable[[Point, Tensor], None], points: Mapping[int, Point], given: Any, _taken: object) -> None:

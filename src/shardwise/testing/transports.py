@@ -250,9 +250,9 @@ def _begin_all() -> None:
 
 
 class _Freeing(Handle):
-    def __init__(self, collective: _Collective, held: list[Tensor]) -> None:
+    def __init__(self, collective: _Collective, tensors: list[Tensor]) -> None:
         self._collective = collective
-        self._held = held
+        self._held = tensors
 
     def start_next_phase(self) -> bool:
         return _elsewhere.submit(self._collective.start_next_phase).result()

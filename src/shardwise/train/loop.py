@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.api.save import drop_save
+from shardwise.api.save import abandon_save
 from shardwise.checkpoint.storage import Url, place_of
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.part import plain_of
@@ -164,7 +164,7 @@ class Loop:
         except ShardwiseError as error:
             self.outcome = Outcome(error.exit_code, str(error).splitlines()[0])
             if isinstance(error, CommError):
-                drop_save(self.model)  # a save would wait for the lost rank
+                abandon_save(self.model)  # a save would wait for the lost rank
             raise
         finally:
             self.progress.close()

@@ -8,12 +8,12 @@
 
 Modules: ``clocks`` (vector clocks), ``memory`` (accesses to bytes), ``detector`` (the rules), ``operators`` (reads and
 writes of a kernel), ``device`` and ``tensors`` (the pretended GPU), ``threads`` (order between host threads), ``calls``
-(NCCL's collectives without NCCL), ``lone`` (one rank of a world that does not exist), ``report`` (findings),
+(NCCL's collectives without NCCL), ``one_rank`` (one rank of a world that does not exist), ``report`` (findings),
 ``deadlocks`` (whether the collectives of all ranks can end), ``world`` (collectives of a large world, by dry runs).
 """
 
 from shardwise.testing.streams.deadlocks import DeadlockError, refuse_deadlocks
-from shardwise.testing.streams.lone import lone_model, lone_rank
+from shardwise.testing.streams.one_rank import lone_model, lone_rank
 from shardwise.testing.streams.pretended import pretended_cuda
 from shardwise.testing.streams.report import (
     Collective,

@@ -24,8 +24,8 @@ from shardwise.testing.streams.clocks import Agent
 from shardwise.testing.streams.detector import Detector
 from shardwise.testing.streams.device import Stream, current_stream
 from shardwise.testing.streams.memory import Target
-from shardwise.testing.streams.places import here
 from shardwise.testing.streams.report import Collective
+from shardwise.testing.streams.stacks import here
 
 #: Returns the results of a collective, in the order of its targets.
 Move = Callable[[], Sequence[Tensor]]
@@ -92,7 +92,7 @@ class OverGloo(Carrier):
         return future
 
     def _work_off(self, calls: queue.SimpleQueue[tuple[Future[Any], Move] | None]) -> None:
-        with self._detector.hidden(), torch.no_grad():
+        with self._detector.unobserved(), torch.no_grad():
             while (call := calls.get()) is not None:
                 future, move = call
                 try:
@@ -138,7 +138,7 @@ class _UnderWay:
         return self._future.done()
 
     def deliver(self) -> None:
-        with self._detector.hidden(), torch.no_grad(), self._lock:
+        with self._detector.unobserved(), torch.no_grad(), self._lock:
             results = self._future.result()
             targets, self.targets = self.targets, []
             for target, result in zip(targets, results, strict=False):
@@ -258,13 +258,13 @@ class Calls:
     def _copy(self, *tensors: Tensor) -> Tensor:
         """Copy the data to send, concatenated, after pending results of this stream are written into it."""
         _deliver_into(current_stream(), tensors)
-        with self._detector.hidden(), torch.no_grad():
+        with self._detector.unobserved(), torch.no_grad():
             copies = [tensor.detach().clone() for tensor in tensors]
             return copies[0] if len(copies) == 1 else torch.cat(copies)
 
     def _empty(self, like: Tensor) -> Tensor:
         """Memory for received data, which does not count as the program's memory."""
-        with self._detector.hidden():
+        with self._detector.unobserved():
             return torch.empty(like.shape, dtype=like.dtype)
 
     def _sum(self, sent: Tensor, op: tuple[str, float], group: Any) -> Tensor:

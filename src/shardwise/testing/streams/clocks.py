@@ -38,7 +38,7 @@ class Agent:
         self.clock[self.number] += 1
         return self.clock[self.number]
 
-    def learn(self, clock: Mapping[int, int]) -> None:
+    def merge(self, clock: Mapping[int, int]) -> None:
         """Merge ``clock`` into this agent's clock, because this agent has waited for it."""
         own = self.clock
         for number, time in clock.items():

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from shardwise.testing.streams.places import shown
 from shardwise.testing.streams.pretended import pretended_cuda
 from shardwise.testing.streams.report import StreamError
+from shardwise.testing.streams.stacks import shown
 from shardwise.testing.streams.watched import watched
 
 #: Most places that are listed at which the host waits.

@@ -20,8 +20,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardwise.testing.streams.places import shown
 from shardwise.testing.streams.report import Collective
+from shardwise.testing.streams.stacks import shown
 
 ORDERS = ("one queue", "streams")
 #: Collectives whose result has the same size on every rank.
@@ -90,29 +90,29 @@ class _Meeting:
         return len(self.arrived) == len(self.members)
 
 
-class _Lane:
+class _StreamQueue:
     """Collectives of a rank that run one after the other.
 
     Attributes:
         places: The indices of the collectives in the program.
-        needs: For each collective, pairs of another lane and the number of its collectives that must end before.
+        needs: For each collective, pairs of another queue and the number of its collectives that must end before.
         num_done: Number of collectives that have ended.
         meetings: The meetings of the current collective; ``None``: it has not begun.
     """
 
     def __init__(self) -> None:
         self.places: list[int] = []
-        self.needs: list[tuple[tuple[_Lane, int], ...]] = []
+        self.needs: list[tuple[tuple[_StreamQueue, int], ...]] = []
         self.num_done = 0
         self.meetings: list[_Meeting] | None = None
 
     @property
-    def is_through(self) -> bool:
+    def is_complete(self) -> bool:
         return self.num_done == len(self.places)
 
     @property
     def can_begin(self) -> bool:
-        return all(lane.num_done >= count for lane, count in self.needs[self.num_done])
+        return all(queue.num_done >= count for queue, count in self.needs[self.num_done])
 
 
 class _Run:
@@ -122,10 +122,10 @@ class _Run:
         if order not in ORDERS:
             raise ValueError(f"order {order!r}: expected one of {', '.join(ORDERS)}")
         self._programs, self._order = programs, order
-        lanes: Callable[[Program], list[_Lane]] = _queue_of if order == "one queue" else _streams_of
-        self._lanes = [lanes(program) for program in programs]
+        queues: Callable[[Program], list[_StreamQueue]] = _queue_of if order == "one queue" else _streams_of
+        self._queues = [queues(program) for program in programs]
         self._meetings: dict[Hashable, _Meeting] = {}
-        self._num_met: list[defaultdict[Hashable, int]] = [defaultdict(int) for _ in programs]
+        self._num_completed: list[defaultdict[Hashable, int]] = [defaultdict(int) for _ in programs]
         self._waiting: defaultdict[int, set[int]] = defaultdict(set)  # by meeting: ranks to continue when it ends
         self._num_meetings = 0
 
@@ -134,29 +134,29 @@ class _Run:
         ready = deque(range(len(self._programs)))
         while ready:
             rank = ready.popleft()
-            while any(self._advance(rank, lane, ready) for lane in self._lanes[rank]):
+            while any(self._advance(rank, queue, ready) for queue in self._queues[rank]):
                 pass
-        if any(not lane.is_through for lanes in self._lanes for lane in lanes):
+        if any(not queue.is_complete for queues in self._queues for queue in queues):
             raise self._stuck()
         return self._num_meetings
 
-    def _advance(self, rank: int, lane: _Lane, ready: deque[int]) -> bool:
-        """Continue a lane as far as possible, and return whether any collective has ended."""
-        before = lane.num_done
-        while not lane.is_through:
-            if lane.meetings is None:
-                if not lane.can_begin:
+    def _advance(self, rank: int, queue: _StreamQueue, ready: deque[int]) -> bool:
+        """Continue a queue as far as possible, and return whether any collective has ended."""
+        before = queue.num_done
+        while not queue.is_complete:
+            if queue.meetings is None:
+                if not queue.can_begin:
                     break
-                place = lane.places[lane.num_done]
-                lane.meetings = [*self._begin(rank, self._programs[rank].collectives[place], ready)]
-            open_ones = [meeting for meeting in lane.meetings if not meeting.is_over]
+                place = queue.places[queue.num_done]
+                queue.meetings = [*self._begin(rank, self._programs[rank].collectives[place], ready)]
+            open_ones = [meeting for meeting in queue.meetings if not meeting.is_over]
             for meeting in open_ones:
                 self._waiting[id(meeting)].add(rank)
             if open_ones:
                 break
-            lane.num_done += 1
-            lane.meetings = None
-        return lane.num_done > before
+            queue.num_done += 1
+            queue.meetings = None
+        return queue.num_done > before
 
     def _begin(self, rank: int, issued: Collective, ready: deque[int]) -> Iterator[_Meeting]:
         """Note that a rank begins a collective, and yield the collective's meetings."""
@@ -164,8 +164,8 @@ class _Run:
         pairs = [(ranks[source], ranks[target]) for source, target in issued.messages]
         for between in pairs or [ranks]:
             key = issued.group, ranks, between if pairs else None
-            number = self._num_met[rank][key]
-            self._num_met[rank][key] = number + 1
+            number = self._num_completed[rank][key]
+            self._num_completed[rank][key] = number + 1
             meeting = self._meetings.get((key, number))
             if meeting is None:
                 members = tuple(dict.fromkeys(between))
@@ -183,7 +183,7 @@ class _Run:
 
     def _stuck(self) -> DeadlockError:
         """The error: follow the ranks that wait for each other to a repeated rank, or to one that has finished."""
-        rank = next(rank for rank, lanes in enumerate(self._lanes) if any(lane.meetings for lane in lanes))
+        rank = next(rank for rank, queues in enumerate(self._queues) if any(queue.meetings for queue in queues))
         path: list[tuple[int, Collective, int]] = []
         while rank not in {entry[0] for entry in path}:
             head = self._head_of(rank)
@@ -200,41 +200,41 @@ class _Run:
             for each, issued, other in circle
         ]
         has_ended = self._head_of(rank) is None
-        told = f"rank {rank} has issued all that it does" if has_ended else "ranks wait for each other in a circle"
-        return DeadlockError("\n".join([f"deadlock in the order of {self._order}: {told}", *lines]), circle)
+        reason = f"rank {rank} has issued all that it does" if has_ended else "ranks wait for each other in a circle"
+        return DeadlockError("\n".join([f"deadlock in the order of {self._order}: {reason}", *lines]), circle)
 
     def _head_of(self, rank: int) -> tuple[Collective, _Meeting] | None:
         """The collective that a rank has begun and cannot end."""
-        for lane in self._lanes[rank]:
-            for meeting in lane.meetings or ():
+        for queue in self._queues[rank]:
+            for meeting in queue.meetings or ():
                 if not meeting.is_over:
-                    return self._programs[rank].collectives[lane.places[lane.num_done]], meeting
+                    return self._programs[rank].collectives[queue.places[queue.num_done]], meeting
         return None
 
 
-def _queue_of(program: Program) -> list[_Lane]:
-    """One lane with all collectives."""
-    lane = _Lane()
-    lane.places = list(range(len(program.collectives)))
-    lane.needs = [()] * len(lane.places)
-    return [lane]
+def _queue_of(program: Program) -> list[_StreamQueue]:
+    """One queue with all collectives."""
+    queue = _StreamQueue()
+    queue.places = list(range(len(program.collectives)))
+    queue.needs = [()] * len(queue.places)
+    return [queue]
 
 
-def _streams_of(program: Program) -> list[_Lane]:
-    """A lane for each stream. Collectives of other streams in a collective's clock must end before it begins."""
-    lanes: dict[int, _Lane] = {}
+def _streams_of(program: Program) -> list[_StreamQueue]:
+    """A queue for each stream. Collectives of other streams in a collective's clock must end before it begins."""
+    queues: dict[int, _StreamQueue] = {}
     times: dict[int, list[int]] = {}
     for place, issued in enumerate(program.collectives):
-        lane, number = lanes.setdefault(issued.agent, _Lane()), issued.agent
+        queue, number = queues.setdefault(issued.agent, _StreamQueue()), issued.agent
         seen = [
             (other, bisect_right(times[stream], issued.clock.get(stream, -1)))
-            for stream, other in lanes.items()
+            for stream, other in queues.items()
             if stream != number and stream in times
         ]
-        lane.needs.append(tuple((other, count) for other, count in seen if count))
-        lane.places.append(place)
+        queue.needs.append(tuple((other, count) for other, count in seen if count))
+        queue.places.append(place)
         times.setdefault(number, []).append(issued.clock.get(number, place))
-    return list(lanes.values())
+    return list(queues.values())
 
 
 def _compare(first: tuple[int, Collective], second: tuple[int, Collective], number: int) -> None:

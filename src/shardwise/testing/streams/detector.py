@@ -26,8 +26,8 @@ from torch import Tensor
 
 from shardwise.testing.streams.clocks import Agent, Clock
 from shardwise.testing.streams.memory import Access, Memory, Side, extent
-from shardwise.testing.streams.places import Stack, here
 from shardwise.testing.streams.report import EarlyFree, Findings, HostWait, Mismatch, Seen, race
+from shardwise.testing.streams.stacks import Stack, here
 
 
 class Local(threading.local):
@@ -36,7 +36,7 @@ class Local(threading.local):
     Attributes:
         host: The thread as an agent.
         stream: The current stream of the device; ``None``: the default stream.
-        num_hidden: Operators are not observed while this is above 0.
+        num_unobserved: Operators are not observed while this is above 0.
         side: Side of the tensors that a running factory makes; ``None``: that of its arguments.
         non_blocking: The running copy has ``non_blocking=True``.
         is_watched: Operators of this thread are observed.
@@ -45,7 +45,7 @@ class Local(threading.local):
     def __init__(self) -> None:
         self.host: Agent | None = None
         self.stream: Any = None
-        self.num_hidden = 0
+        self.num_unobserved = 0
         self.side: Side | None = None
         self.non_blocking = False
         self.is_watched = False
@@ -66,7 +66,7 @@ class Detector:
     """
 
     def __init__(self) -> None:
-        self.seen = Seen(settle=self._settle)
+        self.seen = Seen(check_freed=self._check_freed)
         self.local = Local()
         self.lock = threading.RLock()
         self.allocated_bytes = self.peak_bytes = 0
@@ -110,19 +110,19 @@ class Detector:
     def moment_of(self, agent: Agent) -> Clock:
         """The clock of an event that the calling thread records on a stream now."""
         with self.lock:
-            agent.learn(self.host.clock)
+            agent.merge(self.host.clock)
             return dict(agent.clock)
 
     def wait(self, agent: Agent, moment: Clock) -> None:
         """Make a stream, or a thread of the host, wait for an event."""
         with self.lock:
-            agent.learn(self.host.clock)
-            agent.learn(moment)
+            agent.merge(self.host.clock)
+            agent.merge(moment)
 
     def host_waits(self, why: str, moment: Clock | None = None) -> None:
         """Note that the calling thread waits for an event's clock, by default for the current stream's work."""
         with self.lock:
-            self.host.learn(self.stream.clock if moment is None else moment)
+            self.host.merge(self.stream.clock if moment is None else moment)
             self.seen.host_waits.append(HostWait(why, here()))
         if self.refuses_waits and moment is None:
             raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
@@ -131,7 +131,7 @@ class Detector:
         """Note that the calling thread waits for every stream."""
         with self.lock:
             for stream in self._streams:
-                self.host.learn(stream.clock)
+                self.host.merge(stream.clock)
             self.seen.host_waits.append(HostWait(why, here()))
 
     # -- accesses
@@ -140,7 +140,7 @@ class Detector:
         """Note a kernel or a copy on the current stream."""
         with self.lock:
             agent = self.stream
-            agent.learn(self.host.clock)
+            agent.merge(self.host.clock)
             self._access(agent, operation, reads, writes)
 
     def on_host(self, operation: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
@@ -173,21 +173,21 @@ class Detector:
         set_memory(storage, memory)
         if home is not None:
             with self.lock:
-                self._hand_out(memory, home)
+                self._on_allocation(memory, home)
         return memory
 
     def resize(self, memory: Memory, num_bytes: int) -> None:
         """Note that a storage has freed its device memory, or has new memory."""
         with self.lock:
             if num_bytes != memory.num_bytes and memory.num_bytes:
-                self._take_back(memory)
+                self._on_free(memory)
                 memory.accesses, memory.recorded = [], set()
             memory.num_bytes = num_bytes
             if num_bytes:
                 memory.home, memory.made = self.stream, here(4)
-                self._hand_out(memory, self.stream)
+                self._on_allocation(memory, self.stream)
 
-    def _hand_out(self, memory: Memory, home: Agent) -> None:
+    def _on_allocation(self, memory: Memory, home: Agent) -> None:
         self._reuse(home)
         memory.accesses = [Access(home, home.time, True, 0, memory.num_bytes, "allocation", memory.made)]  # noqa: FBT003
         self.allocated_bytes += memory.num_bytes
@@ -195,22 +195,22 @@ class Detector:
 
     def _reuse(self, home: Agent) -> None:
         """Check that memory that was freed on a stream, and may be reused now, is no longer in use."""
-        gone = self._freed.pop(home, ())
-        if not gone:
+        freed = self._freed.pop(home, ())
+        if not freed:
             return
-        home.learn(self.host.clock)
-        for memory, accesses, recorded, where in gone:
+        home.merge(self.host.clock)
+        for memory, accesses, recorded, where in freed:
             for access in accesses:
                 if not (access.agent.is_host or access.agent in recorded or home.has_seen(access.agent, access.time)):
                     self._findings.add(EarlyFree(access, memory.made, where, home))
 
-    def _take_back(self, memory: Memory) -> None:
+    def _on_free(self, memory: Memory) -> None:
         assert memory.home is not None
         self.allocated_bytes -= memory.num_bytes
         if any(access.agent is not memory.home for access in memory.accesses):
             self._freed[memory.home].append((memory, memory.accesses, memory.recorded, here()))
 
-    def adopt(self, storage: torch.UntypedStorage, side: Side) -> Memory:
+    def register_existing(self, storage: torch.UntypedStorage, side: Side) -> Memory:
         """Register a storage that was made under another detector, before all events of this one."""
         home = self.compute if side is Side.DEVICE else None
         memory = Memory(side, home, storage.nbytes(), (), self)
@@ -218,13 +218,13 @@ class Detector:
         self.allocated_bytes += memory.num_bytes if home is not None else 0
         return memory
 
-    def died(self, memory: Memory) -> None:
+    def on_deletion(self, memory: Memory) -> None:
         """Note that a storage was deleted, so that its memory returns to the allocator."""
         if self._is_open and memory.side is Side.DEVICE and memory.num_bytes:
             with self.lock:
-                self._take_back(memory)
+                self._on_free(memory)
 
-    def _settle(self) -> None:
+    def _check_freed(self) -> None:
         with self.lock:
             for home in tuple(self._freed):
                 self._reuse(home)
@@ -237,16 +237,16 @@ class Detector:
     # -- threads
 
     @contextmanager
-    def hidden(self) -> Iterator[None]:
+    def unobserved(self) -> Iterator[None]:
         """Do not observe operators of this thread inside, because they are not work of the program."""
-        self.local.num_hidden += 1
+        self.local.num_unobserved += 1
         try:
             yield
         finally:
-            self.local.num_hidden -= 1
+            self.local.num_unobserved -= 1
 
     @contextmanager
-    def making(self, side: Side | None, *, non_blocking: bool = False) -> Iterator[None]:
+    def placing_new_tensors(self, side: Side | None, *, non_blocking: bool = False) -> Iterator[None]:
         """Place tensors that operators of this thread make inside on this side."""
         before = self.local.side, self.local.non_blocking
         self.local.side, self.local.non_blocking = side, non_blocking
@@ -292,7 +292,7 @@ def memory_of(tensor: Tensor) -> Memory | None:
         if found is not None:
             set_memory(storage, found)
     if found is not None and found.owner is not None and _active and found.owner is not _active[-1]:
-        return _active[-1].adopt(storage, found.side)
+        return _active[-1].register_existing(storage, found.side)
     return found
 
 
@@ -319,7 +319,7 @@ def active() -> Detector:
 
 
 @contextmanager
-def at_work(detector: Detector) -> Iterator[Seen]:
+def observing(detector: Detector) -> Iterator[Seen]:
     """Observe all work inside the context with a detector."""
     _active.append(detector)
     try:

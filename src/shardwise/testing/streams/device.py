@@ -20,7 +20,7 @@ from shardwise.testing.streams.clocks import Clock
 from shardwise.testing.streams.detector import Detector, active, lock_memory, unlock_memory
 from shardwise.testing.streams.memory import Memory, Side, Target
 from shardwise.testing.streams.patches import Patches
-from shardwise.testing.streams.places import here
+from shardwise.testing.streams.stacks import here
 
 #: Properties of the pretended GPU, and version of the pretended NCCL.
 NAME, CAPABILITY, TOTAL_BYTES, NCCL_VERSION = "NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, (2, 28, 9)

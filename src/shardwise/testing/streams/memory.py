@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.testing.streams.clocks import Agent
-from shardwise.testing.streams.places import Stack
+from shardwise.testing.streams.stacks import Stack
 
 
 class Side(Enum):
@@ -53,7 +53,7 @@ class Access:
 class Owner(Protocol):
     """An object that is notified when memory is freed."""
 
-    def died(self, memory: Memory) -> None:
+    def on_deletion(self, memory: Memory) -> None:
         """Note that the memory's storage was deleted."""
 
 
@@ -81,14 +81,14 @@ class Memory:
 
     def __del__(self) -> None:
         if self.owner is not None:
-            self.owner.died(self)
+            self.owner.on_deletion(self)
 
     def add(self, access: Access) -> list[Access]:
         """Note an access, and return earlier accesses that conflict with it and may run at the same time.
 
         An access that a later, ordered write covers is dropped, because work after the write is also after the access.
         """
-        agent, found, kept = access.agent, [], []
+        agent, found, remaining = access.agent, [], []
         for other in self.accesses:
             is_same_range = (other.low, other.high) == (access.low, access.high)
             if access.conflicts(other):
@@ -98,9 +98,9 @@ class Memory:
                     continue
             if other.agent is agent and other.is_write == access.is_write and is_same_range:
                 continue
-            kept.append(other)
-        kept.append(access)
-        self.accesses = kept
+            remaining.append(other)
+        remaining.append(access)
+        self.accesses = remaining
         return found
 
 

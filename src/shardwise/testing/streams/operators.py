@@ -81,7 +81,7 @@ class Watch(torch_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._detector.local.num_hidden:
+        if self._detector.local.num_unobserved:
             return func(*args, **kwargs)
         schema = self._schemas.get(func)
         if schema is None:

@@ -13,7 +13,7 @@ from shardwise import torch_private
 from shardwise.comm import axes
 from shardwise.testing.streams import device, tensors, threads
 from shardwise.testing.streams.calls import Calls, OverGloo, opening
-from shardwise.testing.streams.detector import Detector, at_work
+from shardwise.testing.streams.detector import Detector, observing
 from shardwise.testing.streams.operators import Watch
 from shardwise.testing.streams.patches import Patches
 from shardwise.testing.streams.report import Seen, StreamError
@@ -43,7 +43,7 @@ def pretended_cuda(*, has_nccl: bool = True, has_backward_thread: bool = False) 
         )
     detector, patches = Detector(), Patches()
     carrier = OverGloo(detector)
-    with at_work(detector) as seen:
+    with observing(detector) as seen:
         try:
             device.install(patches, detector)
             tensors.install(patches, detector)
@@ -59,7 +59,7 @@ def pretended_cuda(*, has_nccl: bool = True, has_backward_thread: bool = False) 
                 patches.set(axes, "transport", axes.Transport("gloo", calls, torch.device("cpu")))
             with Watch(detector):
                 yield seen
-            seen.settle()
+            seen.check_freed()
         except Exception as error:
             if seen.findings:  # these may be the cause
                 error.add_note(f"Before that the pretended device has seen\n{StreamError(seen.findings)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shardwise.testing.streams.clocks import Agent, Clock
 from shardwise.testing.streams.memory import Access, Memory
-from shardwise.testing.streams.places import Stack, shown
+from shardwise.testing.streams.stacks import Stack, shown
 
 #: Most findings that an error shows in full.
 _MAX_SHOWN = 5
@@ -181,12 +181,12 @@ class Seen:
     host_waits: list[HostWait] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     #: Checks memory that was freed since the last allocation.
-    settle: Callable[[], None] = field(default=lambda: None, repr=False)
+    check_freed: Callable[[], None] = field(default=lambda: None, repr=False)
 
     @property
     def findings(self) -> list[Race | EarlyFree | Mismatch]:
         """All errors. Host waits are not errors, only slow."""
-        self.settle()
+        self.check_freed()
         return [*self.races, *self.early_frees, *self.mismatches]
 
     def check(self) -> None:

@@ -95,7 +95,7 @@ class _Methods:
             return _to(tensor, *args, **kwargs) if args or kwargs else tensor
         dtype, non_blocking, kwargs = _options_of(args, kwargs, tensor.dtype)
         side = Side.DEVICE if target.type == "cuda" else Side.PINNED if non_blocking else Side.HOST
-        with self._detector.making(side, non_blocking=non_blocking):
+        with self._detector.placing_new_tensors(side, non_blocking=non_blocking):
             moved = _to(tensor, dtype, copy=True, **kwargs)
         if memory_of(moved) is None and not moved.is_meta:  # this thread's operators are not observed
             self._detector.make(moved.untyped_storage(), side)
@@ -105,7 +105,7 @@ class _Methods:
         """A copy in page-locked memory."""
         if memory_of(tensor) is not None:
             self._detector.on_host("pin_memory", [tensor], [])
-        with self._detector.hidden():
+        with self._detector.unobserved():
             pinned = _clone(tensor)
         self._detector.make(pinned.untyped_storage(), Side.PINNED)
         return pinned
@@ -119,7 +119,7 @@ class _Methods:
     def tolist(self, tensor: Tensor) -> Any:
         """The values, for which the host waits."""
         self._read("tolist", tensor)
-        with self._detector.hidden():
+        with self._detector.unobserved():
             return _tolist(tensor)
 
     def numpy(self, tensor: Tensor, **kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ class _Methods:
         return _numpy(tensor, **kwargs)
 
     def _read(self, name: str, tensor: Tensor) -> None:
-        if self._detector.local.num_hidden or memory_of(tensor) is None:
+        if self._detector.local.num_unobserved or memory_of(tensor) is None:
             return
         if side_of(tensor) is Side.DEVICE:
             self._detector.launch(name, [tensor], [])
@@ -245,7 +245,7 @@ def _side_of_options(kwargs: dict[str, Any]) -> Side | None:
 
 
 def _make(detector: Detector, side: Side, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with detector.making(side):
+    with detector.placing_new_tensors(side):
         made = original(*args, **kwargs)
     if isinstance(made, Tensor) and not made.is_meta and memory_of(made) is None:
         detector.make(made.untyped_storage(), side)
@@ -259,7 +259,7 @@ def _factory(detector: Detector, original: Callable[..., Any]) -> Callable[..., 
             return _make(detector, side, original, *args, **kwargs)
         made = original(*args, **kwargs)
         is_on_host = isinstance(made, Tensor) and _device.__get__(made).type == "cpu"
-        if is_on_host and not detector.local.num_hidden and memory_of(made) is None:
+        if is_on_host and not detector.local.num_unobserved and memory_of(made) is None:
             detector.make(made.untyped_storage(), Side.HOST)
         return made
 
@@ -275,7 +275,7 @@ def _from_data(detector: Detector, original: Callable[..., Any]) -> Callable[...
         side = _side_of_options(kwargs)
         if side is None:
             return original(data, *args, **kwargs)
-        with detector.hidden():
+        with detector.unobserved():
             made = original(data, *args, **kwargs)
         detector.make(made.untyped_storage(), side)
         if side is Side.DEVICE:
@@ -293,7 +293,7 @@ def _factory_like(detector: Detector, original: Callable[..., Any]) -> Callable[
         if side is None and given is None:
             side = Side.DEVICE if _device_of(like).type == "cuda" and type(like) is not torch.Size else None
         if side is None and side_of(like) is Side.DEVICE:  # a host tensor with the shape of a device tensor
-            with detector.hidden():
+            with detector.unobserved():
                 return original(like, *args, **kwargs)
         if side is None:
             return original(like, *args, **kwargs)

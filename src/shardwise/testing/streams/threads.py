@@ -41,10 +41,10 @@ class _Handover:
             self._detector.host.tick()
             return dict(self._detector.host.clock)
 
-    def learn(self, source: Any) -> None:
+    def merge(self, source: Any) -> None:
         """Note that the calling thread has received a handover from a thread, a future or a queue."""
         with self._detector.lock:
-            self._detector.host.learn(source.__dict__.get(_END, {}))
+            self._detector.host.merge(source.__dict__.get(_END, {}))
 
     def handed(self, function: Callable[..., Any], end: Clock) -> Callable[..., Any]:
         """Wrap a function for another thread; ``end`` is filled with that thread's clock after the function."""
@@ -52,7 +52,7 @@ class _Handover:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._detector.lock:
-                self._detector.host.learn(begin)
+                self._detector.host.merge(begin)
             try:
                 with Watch(self._detector):
                     return function(*args, **kwargs)
@@ -73,7 +73,7 @@ def _pools(patches: Patches, handover: _Handover) -> None:
         try:
             return _result(self, timeout)
         finally:
-            handover.learn(self)
+            handover.merge(self)
 
     patches.set(ThreadPoolExecutor, "submit", submit)
     patches.set(Future, "result", result)
@@ -89,7 +89,7 @@ def _threads(patches: Patches, handover: _Handover) -> None:
     def join(self: threading.Thread, timeout: float | None = None) -> None:
         _join(self, timeout)
         if not self.is_alive():
-            handover.learn(self)
+            handover.merge(self)
 
     patches.set(threading.Thread, "start", start)
     patches.set(threading.Thread, "join", join)
@@ -104,7 +104,7 @@ def _queues(patches: Patches, handover: _Handover) -> None:
 
     def get(self: queue.Queue[Any], *args: Any, **kwargs: Any) -> Any:
         found = _get(self, *args, **kwargs)
-        handover.learn(self)
+        handover.merge(self)
         return found
 
     patches.set(queue.Queue, "put", put)

@@ -20,7 +20,7 @@ from shardwise import torch_private
 from shardwise.comm import axes
 from shardwise.measure.shapes import tensors_in
 from shardwise.testing.streams.clocks import Agent, Clock
-from shardwise.testing.streams.detector import Detector, at_work, memory_of
+from shardwise.testing.streams.detector import Detector, memory_of, observing
 from shardwise.testing.streams.memory import Memory, Side
 from shardwise.testing.streams.operators import Watch
 from shardwise.testing.streams.patches import Patches
@@ -55,14 +55,14 @@ def watched() -> Iterator[Seen]:
     if not torch.cuda.is_available():
         raise RuntimeError("this machine has no GPU to watch.\n  Use streams.pretended_cuda() here.")
     detector, patches = _OfGpu(), Patches()
-    with at_work(detector) as seen, torch_private.traced_gpu(detector.callbacks()):
+    with observing(detector) as seen, torch_private.traced_gpu(detector.callbacks()):
         try:
             patches.set(torch.UntypedStorage, "resize_", _resizing(detector))
             torch_private.replace_backward(patches.set, detector.around_backward)
             patches.set(axes, "transport", axes.Transport(calls=_Calls(detector)))
             with _OnGpu(detector):
                 yield seen
-            seen.settle()
+            seen.check_freed()
         finally:
             patches.undo()
 
@@ -109,7 +109,7 @@ class _OfGpu(Detector):
             for source in sources:
                 source.tick()
                 for agent in agents:
-                    agent.learn(source.clock)
+                    agent.merge(source.clock)
 
     @property
     def host(self) -> Agent:
@@ -167,7 +167,7 @@ class _OnGpu(Watch):
         detector = self._detector
         assert isinstance(detector, _OfGpu)
         given = tensors_in([*args, *(kwargs or {}).values()])
-        if detector.local.num_hidden or (func.namespace == "c10d" and any(tensor.is_cuda for tensor in given)):
+        if detector.local.num_unobserved or (func.namespace == "c10d" and any(tensor.is_cuda for tensor in given)):
             return func(*args, **(kwargs or {}))
         for tensor in given:
             detector.know(tensor)
@@ -185,7 +185,7 @@ class _OnGpu(Watch):
             super()._seen(schema, args, kwargs, made)
             return
         side = Side.DEVICE if is_on_device else Side.PINNED if new[0].is_pinned() else Side.HOST
-        with self._detector.making(side, non_blocking=bool(kwargs.get("non_blocking"))):
+        with self._detector.placing_new_tensors(side, non_blocking=bool(kwargs.get("non_blocking"))):
             super()._seen(schema, args, kwargs, made)
 
 

@@ -17,8 +17,8 @@ from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
 from shardwise.testing.streams.deadlocks import Program
 from shardwise.testing.streams.patches import Patches
-from shardwise.testing.streams.places import here
 from shardwise.testing.streams.report import Collective
+from shardwise.testing.streams.stacks import here
 
 #: Axes along which ranks send each other messages. A rank's collectives depend only on its coordinates on these axes.
 _UNLIKE = ("pp", "cp")
