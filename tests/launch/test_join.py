@@ -9,7 +9,7 @@ import sys
 import pytest
 from torch import distributed
 
-from shardwise.launch.world import World, address_of, init_process_group, joined, read_world, shutdown
+from shardwise.launch.world import World, address_of, init_process_group, joined_world, read_world, shutdown
 from shardwise.spec.errors import CommError, ConfigError
 from shardwise.testing import run_on_ranks
 from tests.launch.test_elastic import LOOPBACK, listeners
@@ -73,11 +73,11 @@ def runs_in_its_group():
     """As ``sw.Run`` around the loop of a model that ``sw.parallelize`` has joined the ranks for."""
     world = World()
     init_process_group(world)
-    with joined(world):
+    with joined_world(world):
         pass
     found = distributed.is_initialized()
     shutdown()
-    with joined(world):
+    with joined_world(world):
         pass
     return found, distributed.is_initialized()
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.axes import open_comms
 from shardwise.launch.elastic import launch
-from shardwise.launch.world import joined, read_world
+from shardwise.launch.world import joined_world, read_world
 
 MODULE = "tests.reliability.ranks"
 
@@ -215,7 +215,7 @@ def main() -> int:
     if world.source == "alone":
         return launch(MODULE, sys.argv[1:], num_ranks, log_dir=folder / "logs", advice="look at the rank's log")
     begin = time.monotonic()
-    with joined(world, timeout_s=60):
+    with joined_world(world, timeout_s=60):
         try:
             ACTS[name](folder)
         finally:

@@ -32,7 +32,7 @@ from shardwise.api.saved_optimizer import (
 )
 from shardwise.checkpoint import plain
 from shardwise.checkpoint.background import Background
-from shardwise.checkpoint.publish import follow
+from shardwise.checkpoint.publish import update_latest
 from shardwise.checkpoint.reader import Checkpoint, open_checkpoint
 from shardwise.checkpoint.storage import Url, place_of, step_of
 from shardwise.checkpoint.writer import Saving, begin_write, write
@@ -130,7 +130,7 @@ def save(
     )
     if keep is not None:
         open_checkpoint(content.path, comm=engine.comms.world).verify(engine.comms.world)
-        _follow(content.path, engine, keep, content.run_id)
+        _update_latest(content.path, engine, keep, content.run_id)
     return content.path
 
 
@@ -259,7 +259,7 @@ def _content(
         "strategy": engine.placements.describe(),
         "mesh": engine.comms.sizes,
     }
-    optimizers = _listed(optimizer)
+    optimizers = _as_list(optimizer)
     ignored = written_names(ignored_of(engine), optimizers, engine.comms)
     if optimizers:
         entry: dict[str, Any] = {
@@ -325,7 +325,7 @@ _background: weakref.WeakKeyDictionary[Engine, Background] = weakref.WeakKeyDict
 _verified: weakref.WeakKeyDictionary[Engine, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
-def _follow(path: Path, engine: Engine, keep: int, run_id: str) -> None:
+def _update_latest(path: Path, engine: Engine, keep: int, run_id: str) -> None:
     """On rank 0, point to a new checkpoint and remove checkpoints older than the kept ones.
 
     Collective:
@@ -334,7 +334,7 @@ def _follow(path: Path, engine: Engine, keep: int, run_id: str) -> None:
     problem: ShardwiseError | None = None
     if engine.comms.world.rank == 0:
         try:
-            good, refused = follow(path, keep=keep, run_id=run_id, known_good=_verified.get(engine, ()))
+            good, refused = update_latest(path, keep=keep, run_id=run_id, known_good=_verified.get(engine, ()))
             _verified[engine] = tuple(good)
             _log_refused(refused)
         except ShardwiseError as error:
@@ -412,7 +412,7 @@ def load(
     problem: ShardwiseError | None = None
     targets = _Targets(checkpoint, tied_names(model), keeps_settings=keep_settings)
     try:  # a pipeline stage may refuse data that the other stages accept
-        targets.add_model(model, _listed(optimizer), holders)
+        targets.add_model(model, _as_list(optimizer), holders)
         if average is not None:
             targets.add_average(average)
     except ShardwiseError as error:
@@ -531,7 +531,7 @@ class _Targets:
             ) from None
 
 
-def _listed(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
+def _as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)

@@ -108,7 +108,7 @@ def changed_settings(
                 wrong.append(f"{where}: the optimizer has no such setting")
             elif not _are_alike(own, value):
                 wrong.append(f"{where} is {value!r}, and {own!r} in the optimizer")
-            elif key in group and own != value and own != tuple(_listed(value)):
+            elif key in group and own != value and own != tuple(_as_list(value)):
                 changed.append((where, own, value))
     if wrong:
         raise refused(path, wrong[:5])
@@ -143,7 +143,7 @@ def describe_changes(changed: Sequence[tuple[str, Any, Any]]) -> str:
     return "\n".join(f"  {line}" for line in aligned(rows, words=range(3)))
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 

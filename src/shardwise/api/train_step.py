@@ -70,7 +70,7 @@ def train_step(
         count = pipelined.num_microbatches if num_microbatches is None else num_microbatches
         parts = list(_microbatches(batch, count))
         found = pipelined.losses(model, parts, forward or call_model, loss_of, scale=scale)
-        return pipelined.mean_loss(engine, found) if losses is None else _kept(found, losses, engine)
+        return pipelined.mean_loss(engine, found) if losses is None else _append_losses(found, losses, engine)
     count = 1 if num_microbatches is None else num_microbatches
     synchronizes = engine.window.syncs  # false inside the caller's own gradient_sync(model, False)
     total = torch.zeros((), dtype=torch.float64, device=engine.comms.control.device)
@@ -122,7 +122,7 @@ def eval_step(
             count = fitting_count(batch, usual) if num_microbatches is None else num_microbatches
             parts = list(_microbatches(batch, count))
             found = pipelined.losses(model, parts, forward or call_model, loss_of)
-            return pipelined.mean_loss(engine, found) if losses is None else _kept(found, losses, engine)
+            return pipelined.mean_loss(engine, found) if losses is None else _append_losses(found, losses, engine)
         found = [
             loss_of(model, part) for part in _microbatches(batch, 1 if num_microbatches is None else num_microbatches)
         ]
@@ -136,10 +136,10 @@ def eval_step(
 
 def _microbatches(batch: Any, count: int) -> Iterable[Any]:
     heartbeat.record_progress()  # so that the watchdog does not take a long evaluation for a hang
-    return _drawn(batch, count) if isinstance(batch, Iterator) else split_batch(batch, count)
+    return _next_microbatches(batch, count) if isinstance(batch, Iterator) else split_batch(batch, count)
 
 
-def _drawn(batches: Iterator[Any], count: int) -> Iterator[Any]:
+def _next_microbatches(batches: Iterator[Any], count: int) -> Iterator[Any]:
     for index in range(count):
         try:
             yield next(batches)
@@ -150,7 +150,7 @@ def _drawn(batches: Iterator[Any], count: int) -> Iterator[Any]:
             ) from None
 
 
-def _kept(found: list[Tensor], losses: list[Tensor], engine: Engine) -> Tensor:
+def _append_losses(found: list[Tensor], losses: list[Tensor], engine: Engine) -> Tensor:
     """Append this rank's losses to ``losses`` and return their mean."""
     losses += found
     return torch.stack(found).mean() if found else torch.zeros((), device=engine.comms.control.device)

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwise.checkpoint.partition import Column, Cuts, Partitions, column, join_runs
 from shardwise.checkpoint.table import MOST_PROBLEMS, Table, describe
-from shardwise.spec.extent import Extent, unpacked_cuts
+from shardwise.spec.extent import Extent, decode_cuts
 from shardwise.weights.state.extents import coverage_problems
 
 #: Compression level. Fast rather than small, because texts of many ranks arrive at once and most are equal.
@@ -91,7 +91,7 @@ class Combined:
         tensors, flags = [], []
         for is_frozen, name, shape, dtype, stride, cuts in description:
             steps = None if stride is None else tuple(stride)
-            extent = Extent(name, tuple(shape), dtype, 0, 0, steps, unpacked_cuts(cuts))
+            extent = Extent(name, tuple(shape), dtype, 0, 0, steps, decode_cuts(cuts))
             tensor = self._tensors.setdefault(name, len(self._tensors))
             tensors.append(tensor)
             flags.append(is_frozen)

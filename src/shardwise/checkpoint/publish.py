@@ -40,7 +40,7 @@ def commit(directory: Path, manifest: Mapping[str, Any], reports: Sequence[Mappi
     storage_of(directory).publish(directory, manifest["save_id"], raw)
 
 
-def follow(
+def update_latest(
     directory: Path, *, keep: int, run_id: str, known_good: Sequence[str | Path]
 ) -> tuple[list[str], list[tuple[str, str]]]:
     """Point ``LATEST`` to a published and verified checkpoint, and remove older ones.
@@ -72,8 +72,8 @@ def publish(job: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dic
     """Publish the checkpoint or remove its folder, in rank 0's writing process after all ranks have reported.
 
     Returns:
-        ``good`` and ``refused`` from :func:`follow`, empty if nothing is to be removed; or ``failed`` and ``kind``; or
-        ``after`` if the checkpoint was published and only :func:`follow` failed.
+        ``good`` and ``refused`` from :func:`update_latest`, empty if nothing is to be removed; or ``failed`` and
+        ``kind``; or ``after`` if the checkpoint was published and only :func:`update_latest` failed.
     """
     temporary, directory = Path(job["temporary"]), Path(job["directory"])
     failure = failure_of(reports)
@@ -91,7 +91,9 @@ def publish(job: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dic
     if job["keep"] is None:
         return {"good": [], "refused": []}
     try:
-        good, refused = follow(directory, keep=job["keep"], run_id=job["manifest"]["run_id"], known_good=job["good"])
+        good, refused = update_latest(
+            directory, keep=job["keep"], run_id=job["manifest"]["run_id"], known_good=job["good"]
+        )
     except (CheckpointError, StorageError) as error:
         return {"good": [], "refused": [], "after": str(error)}
     return {"good": good, "refused": refused}

@@ -58,10 +58,10 @@ def calibrate(
 
 
 def _measure(world: World, out: Path, dtypes: list[str] | None) -> int:
-    from shardwise.launch.world import joined
+    from shardwise.launch.world import joined_world
     from shardwise.measure.calibrate import calibrate as measure
 
-    with joined(world) as device:
+    with joined_world(world) as device:
         found = measure(device, dtypes=dtypes)
     if world.rank == 0:
         write(out, json.dumps(found, indent=1) + "\n")

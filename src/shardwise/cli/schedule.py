@@ -105,10 +105,10 @@ def _closed(built: Schedule, durations: Durations, *, is_inner: bool) -> Fractio
 
 
 def _both(found: Fraction, closed: Fraction | None) -> str:
-    from shardwise.spec.schedule.closed import shown
+    from shardwise.spec.schedule.closed import fraction_text
 
-    expected = "no closed form for these times" if closed is None else f"closed form {shown(closed)}"
-    return f"{float(found):.1%} of ideal time ({shown(found)} simulated, {expected})"
+    expected = "no closed form for these times" if closed is None else f"closed form {fraction_text(closed)}"
+    return f"{float(found):.1%} of ideal time ({fraction_text(found)} simulated, {expected})"
 
 
 def _per_rank(counts: list[int]) -> str:

@@ -448,7 +448,7 @@ def join(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
 
 
 @contextlib.contextmanager
-def joined(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[torch.device]:
+def joined_world(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[torch.device]:
     """Call :func:`join`, and at the end :func:`shutdown` if that created the group. All ranks must enter."""
     from torch import distributed
 
@@ -595,12 +595,12 @@ def _check_host_name(world: World) -> None:
 def _resolves_to_loopback(name: str) -> bool:
     """Return whether a name resolves to loopback, or not at all."""
     try:
-        return _is_loopback(_resolved(name))
+        return _is_loopback(_resolve(name))
     except OSError:
         return True
 
 
-def _resolved(name: str) -> str:
+def _resolve(name: str) -> str:
     return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
@@ -609,7 +609,7 @@ def _own_address(address: str) -> str:
     if _is_loopback(address):  # some launchers give rank 0 "localhost" and the other ranks its name
         address = socket.gethostname()
     try:
-        found = _resolved(address)
+        found = _resolve(address)
         interface = os.environ.get(_GLOO_INTERFACE, "").split(",")[0]
         is_right = not _is_loopback(found) or interface in {"", loopback_interface()}
         return found if is_right else address_of(interface)

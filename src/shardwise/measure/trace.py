@@ -136,7 +136,7 @@ class _Tracer(TorchDispatchMode):
         self._stack = contextlib.ExitStack()
 
     @property
-    def _here(self) -> str:
+    def _current_unit(self) -> str:
         if self._in_backward is not None:
             return self._in_backward
         return self._running[-1] if self._running else HEAD if self._order else EMBEDDING
@@ -149,7 +149,7 @@ class _Tracer(TorchDispatchMode):
             self._hook(module.register_forward_hook(self._leave_unit, always_call=True))
         for module in self._model.modules():
             self._hook(module.register_forward_pre_hook(self._see_module))
-        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
+        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._record_saved, lambda tensor: tensor))
         return super().__enter__()
 
     def __exit__(
@@ -170,7 +170,7 @@ class _Tracer(TorchDispatchMode):
             return  # recomputed
         given = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         for tensor in given:
-            self._follow(tensor)
+            self._watch_gradient(tensor)
         self._running.append(name)
         self._found.setdefault(name, _Found())
         self._order.append(name)
@@ -184,9 +184,9 @@ class _Tracer(TorchDispatchMode):
         self._running.pop()
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor):
-                self._follow(tensor)
+                self._watch_gradient(tensor)
 
-    def _follow(self, tensor: Tensor) -> None:
+    def _watch_gradient(self, tensor: Tensor) -> None:
         """Note that backward enters the unit that made ``tensor`` when the gradient of ``tensor`` is computed."""
         if tensor.requires_grad:
             maker = self._makers.get(torch_private.storage_identity(tensor), EMBEDDING)
@@ -199,10 +199,10 @@ class _Tracer(TorchDispatchMode):
     def begin_backward(self) -> None:
         self._in_backward = HEAD if self._order else EMBEDDING
 
-    def _keep(self, tensor: Tensor) -> Tensor:
+    def _record_saved(self, tensor: Tensor) -> Tensor:
         key = torch_private.storage_identity(tensor)
         if self._in_backward is None and key not in self._own and key in self._makers:
-            self._saved.setdefault(key, (tensor, []))[1].append(self._here)
+            self._saved.setdefault(key, (tensor, []))[1].append(self._current_unit)
         return tensor
 
     # -- operations
@@ -212,7 +212,7 @@ class _Tracer(TorchDispatchMode):
         if func.is_view or func.overloadpacket in _NOTHING:
             self._note_makers(result)
             return result
-        found = self._found[self._here]
+        found = self._found[self._current_unit]
         outputs = [t for t in tree_iter(result) if isinstance(t, Tensor)]
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         is_forward = self._in_backward is None
@@ -220,7 +220,7 @@ class _Tracer(TorchDispatchMode):
             if is_forward:
                 self._see_computation(found, func, args, outputs)
         elif outputs:
-            moved = sum(map(_extent, outputs)) + sum(map(_extent, self._read(func, inputs, outputs)))
+            moved = sum(map(_extent, outputs)) + sum(map(_extent, self._inputs_read(func, inputs, outputs)))
             if is_forward:
                 found.forward_bytes += moved
                 found.num_kernels += 1
@@ -241,7 +241,7 @@ class _Tracer(TorchDispatchMode):
         if func in _KEPT:
             found.selective_bytes += sum(map(_extent, outputs))
 
-    def _read(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+    def _inputs_read(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
         if func.overloadpacket in _FILLS:
             return []
         return outputs[:1] + inputs[1:] if func.overloadpacket in _LOOKUPS else inputs
@@ -251,7 +251,7 @@ class _Tracer(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 key = torch_private.storage_identity(tensor)
                 if key not in self._own:
-                    self._makers.setdefault(key, self._here)
+                    self._makers.setdefault(key, self._current_unit)
                     self._alive.setdefault(key, tensor.untyped_storage())
 
     # -- the result

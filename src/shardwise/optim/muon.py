@@ -24,7 +24,7 @@ from shardwise.engine.storage.attachment import engine_of_unit, place_of
 from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
 from shardwise.optim.matrices import Exchange, Matrix, RankRanges, assign
 from shardwise.spec.errors import StateError
-from shardwise.spec.extent import Extent, packed, unpacked
+from shardwise.spec.extent import Extent, decode_extent, encode_extent
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -292,9 +292,9 @@ def _ranges_on_all_ranks(engine: Engine, names: Mapping[str, Tensor]) -> list[Ra
     is_alike = comms.tp is None and comms.pp is None and comms.ep is None
     if is_alike or comms.world.device.type == "meta":  # a dry run has no peers
         return [_split_stacks(_ranges_on(engine, names, rank)) for rank in range(comms.world.size)]
-    own = {name: packed(extent_of(parameter)) for name, parameter in names.items()}
+    own = {name: encode_extent(extent_of(parameter)) for name, parameter in names.items()}
     everyone = all_gather_json(comms.world, own)
-    return [_split_stacks({name: unpacked(extent) for name, extent in ranges.items()}) for ranges in everyone]
+    return [_split_stacks({name: decode_extent(extent) for name, extent in ranges.items()}) for ranges in everyone]
 
 
 def _split_stacks(ranges: RankRanges) -> RankRanges:

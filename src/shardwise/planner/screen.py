@@ -15,7 +15,7 @@ from shardwise.planner.planned import Largest, Planned, Remedy, fastest_of
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import FULL_PRECISION
 from shardwise.spec.shape import ModelShape
-from shardwise.spec.shown import Page, changed
+from shardwise.spec.shown import Page, changed_fields
 from shardwise.spec.text import aligned
 
 WIDTH, HEIGHT = 80, 40
@@ -275,11 +275,11 @@ def plan_as_json(made: Planned) -> dict[str, Any]:
 
 def plan_fields_of(plan: ParallelPlan) -> dict[str, Any]:
     """The fields of a plan that differ from the defaults, as in a configuration's ``parallel`` section."""
-    fields = changed(plan)
+    fields = changed_fields(plan)
     for name, value in fields.items():
         if name == "mp_policy":
             fields[name] = plan.precision.as_dict() if plan.precision != FULL_PRECISION else None
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            held = changed(value).items()
+            held = changed_fields(value).items()
             fields[name] = {key: list(each) if isinstance(each, tuple) else each for key, each in held}
     return fields

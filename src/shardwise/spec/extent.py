@@ -240,23 +240,21 @@ def logical_stride(shape: Sequence[int], part_stride: Sequence[int] | None) -> t
     return tuple(found)
 
 
-def packed(extent: Extent) -> list[Any]:
+def encode_extent(extent: Extent) -> list[Any]:
     """An extent in its JSON form."""
     named = [extent.name, extent.shape, extent.dtype, extent.start, extent.stop]
     is_usual = extent.stride is None and not extent.cuts
     return named if is_usual else [*named, extent.stride, [(cut.dim, cut.ranges) for cut in extent.cuts]]
 
 
-def unpacked(encoded: Sequence[Any]) -> Extent:
-    """The inverse of :func:`packed`."""
+def decode_extent(encoded: Sequence[Any]) -> Extent:
+    """The inverse of :func:`encode_extent`."""
     name, shape, dtype, start, stop, *unusual = encoded
     stride, cuts = unusual or (None, ())
-    return Extent(
-        name, tuple(shape), dtype, start, stop, None if stride is None else tuple(stride), unpacked_cuts(cuts)
-    )
+    return Extent(name, tuple(shape), dtype, start, stop, None if stride is None else tuple(stride), decode_cuts(cuts))
 
 
-def unpacked_cuts(encoded: Sequence[Any]) -> tuple[Cut, ...]:
+def decode_cuts(encoded: Sequence[Any]) -> tuple[Cut, ...]:
     """Cuts from ``[[dim, [[start, stop], ...]], ...]``."""
     return tuple(Cut(dim, tuple((first, last) for first, last in ranges)) for dim, ranges in encoded)
 

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.placement import Placements, canonical_name
 from shardwise.spec.precision import FLOATING, dtype_name, item_bytes
-from shardwise.spec.shown import changed, short_repr
+from shardwise.spec.shown import changed_fields, short_repr
 
 _Policy = TypeVar("_Policy")
 
@@ -280,7 +280,7 @@ class PrecisionPolicy:
     def as_dict(self) -> dict[str, Any]:
         """``param_dtype`` and the fields that differ from the defaults, as in a configuration file."""
         parts = {"overrides": {name: part.as_dict() for name, part in self.parts}} if self.parts else {}
-        return changed(self) | parts
+        return changed_fields(self) | parts
 
     def group_dtypes(self, dtype: str, *, keeps_own: bool) -> tuple[str, str, str]:
         """Dtypes (master, compute, reduce) of a group whose parameters have ``dtype`` in the model.

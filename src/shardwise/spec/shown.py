@@ -14,7 +14,7 @@ from shardwise.spec.text import aligned, printable
 _with_defaults = functools.cache(lambda kind: kind())
 
 
-def changed(instance: Any) -> dict[str, Any]:
+def changed_fields(instance: Any) -> dict[str, Any]:
     """The first field of a dataclass, and all other fields that differ from their defaults, by name."""
     usual, own = vars_of(_with_defaults(type(instance))), vars_of(instance)
     same = [name for name, value in own.items() if type(value) is type(usual[name]) and value == usual[name]]
@@ -27,8 +27,9 @@ def vars_of(instance: Any) -> dict[str, Any]:
 
 
 def short_repr(instance: Any) -> str:
-    """A ``repr`` of a dataclass that shows only the fields of :func:`changed`."""
-    return f"{type(instance).__name__}({', '.join(f'{name}={value!r}' for name, value in changed(instance).items())})"
+    """A ``repr`` of a dataclass that shows only the fields of :func:`changed_fields`."""
+    fields = ", ".join(f"{name}={value!r}" for name, value in changed_fields(instance).items())
+    return f"{type(instance).__name__}({fields})"
 
 
 class Page(NamedTuple):

@@ -44,6 +44,7 @@ from shardwise.spec.order import units_in
 from shardwise.spec.placement import Placements
 from shardwise.spec.slice import Slice
 from shardwise.spec.traffic.data import Collective
+from shardwise.spec.unit_facts import UnitFacts
 from shardwise.weights.state.model import load_targets, owned_extents
 from shardwise.weights.state.optimizer import optimizer_extents
 

@@ -141,11 +141,11 @@ class TrainedModel:
         import torch
 
         import shardwise as sw
-        from shardwise.launch.world import joined
+        from shardwise.launch.world import joined_world
         from shardwise.train.model.build import defer_model
 
         self.check_continues(resolved)
-        with joined(world) as device:
+        with joined_world(world) as device:
             torch.manual_seed(0)
             model, weights = defer_model(resolved, device)  # each rank reads only what it owns
             config: Any = getattr(model, "config", None)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
-from shardwise.launch.world import World, joined
+from shardwise.launch.world import World, joined_world
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import check_offload
@@ -151,7 +151,7 @@ def compare_here(
 ) -> ParityReport:
     """Join the world, compare as :func:`compare_with_one_process`, and leave the world. All ranks must call."""
     resolved = resolve(raw, world.size, world.ranks_per_machine, raises_masters=False)
-    with joined(world) as device:
+    with joined_world(world) as device:
         how = {"strategies": strategies, "num_steps": num_steps, "locate": locate}
         return compare_with_one_process(resolved, data_of(resolved), device, **how)
 

@@ -19,7 +19,7 @@ from shardwise.launch.hang import watch_own_rank
 from shardwise.launch.log_once import log_once
 from shardwise.launch.root_cause import describe_checkpoint
 from shardwise.launch.stop_request import StopRequest
-from shardwise.launch.world import World, joined
+from shardwise.launch.world import World, joined_world
 from shardwise.spec.errors import StorageError
 from shardwise.spec.run_files import LOGS
 from shardwise.spec.text import printable
@@ -82,7 +82,7 @@ def session(
     timeouts.start()
     with (
         StopRequest() as stop,
-        joined(world, timeout_s=timeouts.long_limit_s + _LATER_S) as device,
+        joined_world(world, timeout_s=timeouts.long_limit_s + _LATER_S) as device,
         contextlib.ExitStack() as stack,
     ):
         control = Control(open_comms(device, "control")[0])

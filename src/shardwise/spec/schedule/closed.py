@@ -225,7 +225,7 @@ def rows(built: Schedule, timing: Timing) -> list[str]:
     """One line per rank, such as ``rank 0 F0 F1 . B0 B1``; a letter for the stage follows if a rank has several."""
     columns = max(spans[-1].end for spans in timing.spans)
     if columns > _MOST_COLUMNS:
-        return [f"(not drawn: {columns} columns of time {shown(timing.unit)})"]
+        return [f"(not drawn: {columns} columns of time {fraction_text(timing.unit)})"]
     width = 1 + max(len(_label(built, span.action)) for spans in timing.spans for span in spans)
     return [
         f"rank {rank:<{len(str(built.num_ranks - 1))}} {_row(built, spans, width, columns)}".rstrip()
@@ -250,6 +250,6 @@ def _label(built: Schedule, action: Action) -> str:
     return f"{letter}{action.microbatch}{stage}"
 
 
-def shown(value: Fraction) -> str:
+def fraction_text(value: Fraction) -> str:
     """The value as a fraction or, if that is long, as a decimal number."""
     return str(value) if value.denominator < 1000 else f"{float(value):.6g}"

@@ -25,7 +25,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json, gather_json
 from shardwise.comm.dtype import copy_shared, memory_order, torch_dtype
 from shardwise.spec.errors import StateError
-from shardwise.spec.extent import Extent, describe_cuts, packed, shared, tiling_problems, unpacked
+from shardwise.spec.extent import Extent, decode_extent, describe_cuts, encode_extent, shared, tiling_problems
 from shardwise.spec.layout import contiguous_stride
 from shardwise.spec.slice import Cut
 
@@ -100,9 +100,9 @@ def gather_metadata(
     Collective:
         A gather of JSON to rank 0, about 100 bytes for each range, and a broadcast of the result. All ranks must call.
     """
-    own = [[each.unit, [packed(extent) for extent in each.extents] if each.is_first else []] for each in stored]
+    own = [[each.unit, [encode_extent(extent) for extent in each.extents] if each.is_first else []] for each in stored]
     metadata = [
-        RankMetadata([(unit, [unpacked(extent) for extent in extents]) for unit, extents in found], extra)
+        RankMetadata([(unit, [decode_extent(extent) for extent in extents]) for unit, extents in found], extra)
         for found, extra in gather_json(comm, [own, extra])
     ]
     verdict: list[Any] = []

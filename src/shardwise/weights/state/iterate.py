@@ -17,12 +17,12 @@ from shardwise.weights.state.extents import (
     RankMetadata,
     StoredRanges,
     as_bytes,
+    decode_extent,
     empty,
+    encode_extent,
     gather,
     gather_metadata,
-    packed,
     refuse_gaps,
-    unpacked,
     whole_extent,
 )
 from shardwise.weights.state.stored_ranges import (
@@ -102,7 +102,7 @@ class Units:
         self._stored += [of_tensor(name, each, copies=None) for name, each in (buffers or {}).items()]
         self._metadata, units = gather_metadata(self._world, self._stored, _units)
         self._names = [unit for unit, _ in units]
-        self.extents: list[list[Extent]] = [[unpacked(extent) for extent in extents] for _, extents in units]
+        self.extents: list[list[Extent]] = [[decode_extent(extent) for extent in extents] for _, extents in units]
 
     def gathered(self) -> Iterator[dict[str, Tensor]]:
         """Yield the full tensors of each unit by name, on the CPU of rank 0; ``{}`` on other ranks.
@@ -133,5 +133,5 @@ def _units(metadata: list[RankMetadata]) -> list[tuple[str, list[object]]]:
     for rank_metadata in metadata:
         for unit, extents in rank_metadata.stored:
             for extent in extents:
-                found.setdefault(unit, {}).setdefault(extent.name, packed(whole_extent(extent)))
+                found.setdefault(unit, {}).setdefault(extent.name, encode_extent(whole_extent(extent)))
     return [(unit, list(extents.values())) for unit, extents in found.items()]
