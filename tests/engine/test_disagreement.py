@@ -349,7 +349,7 @@ def test_what_a_rank_has_issued_is_known_however_long_ago_it_was():
 def test_after_a_stall_has_passed_nobody_publishes_any_more() -> None:
     """Whether this rank publishes where it is: when a peer asks, a look later, and when the peer asks anew."""
     seen = stall.StallWatch.of(dist.group.WORLD)
-    seen._ends.set()
+    seen._stop.set()
     seen._thread.join()
     found = []
     for request in ("1 2.5", None, "1 3.0"):
