@@ -394,7 +394,7 @@ def test_a_folder_of_another_kind_is_named_with_what_to_do(saved, tmp_path):
         (other / name).touch()
         found = [refusal(CheckpointError, read, other) for read in (open_checkpoint, find_model)]
         found += [refusal(CheckpointError, import_dcp, other, tmp_path / "out")]
-        found += [refusal(CheckpointError, rundir.choose, "x", tmp_path, is_resuming=True, wanted=str(other))]
+        found += [refusal(CheckpointError, rundir.choose, "x", tmp_path, is_resuming=True, resume=str(other))]
         assert all("\n  It is a checkpoint of DeepSpeed. Run `python zero_to_fp32.py " in text for text in found)
     torch.save({}, folder / "model.pt")
     assert refusal(CheckpointError, open_checkpoint, folder / "model.pt").endswith(

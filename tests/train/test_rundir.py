@@ -63,9 +63,9 @@ def test_a_folder_that_is_named_is_taken_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no run to resume"):
         rundir.choose("x", tmp_path / "b", is_resuming=True)
     (tmp_path / "b" / "logs").mkdir(parents=True)  # of ranks that ended before the run: they were told --resume
-    assert rundir.choose("x", tmp_path / "b", is_resuming=True, wanted="latest") == tmp_path / "b"
+    assert rundir.choose("x", tmp_path / "b", is_resuming=True, resume="latest") == tmp_path / "b"
     with pytest.raises(CheckpointError, match="holds no run to resume"):
-        rundir.choose("x", tmp_path / "b", is_resuming=True, wanted="step-00000001")
+        rundir.choose("x", tmp_path / "b", is_resuming=True, resume="step-00000001")
 
 
 def test_a_checkpoint_of_another_run_is_told_from_no_run(tmp_path: Path) -> None:
@@ -73,13 +73,13 @@ def test_a_checkpoint_of_another_run_is_told_from_no_run(tmp_path: Path) -> None
     saved.mkdir(parents=True)
     for wanted in (saved, tmp_path / "a"):
         with pytest.raises(CheckpointError) as caught:
-            rundir.choose("x", tmp_path / "b", is_resuming=True, wanted=str(wanted))
+            rundir.choose("x", tmp_path / "b", is_resuming=True, resume=str(wanted))
         assert f"{wanted} is of the run in {tmp_path / 'a'}, and a run continues in its own folder" in str(caught.value)
         assert "or copy the whole folder and name the copy" in str(caught.value)
-        assert rundir.choose("x", tmp_path / "a", is_resuming=True, wanted=str(wanted)) == tmp_path / "a"
+        assert rundir.choose("x", tmp_path / "a", is_resuming=True, resume=str(wanted)) == tmp_path / "a"
     for wanted in ("latest", "step-00000001", str(tmp_path / "c")):
         with pytest.raises(CheckpointError, match="Start it without --resume"):
-            rundir.choose("x", tmp_path / "b", is_resuming=True, wanted=wanted)
+            rundir.choose("x", tmp_path / "b", is_resuming=True, resume=wanted)
 
 
 def test_a_missing_run_names_those_that_exist(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_missing_run_names_those_that_exist(tmp_path: Path) -> None:
         rundir.choose("demo", None, is_resuming=True, base=tmp_path)
     for wanted, found in (("nothing", "no run and no checkpoint of one"), ("other", "of the run in .*other")):
         with pytest.raises(CheckpointError, match=rf"no run 'demo' to resume in .*{wanted} is {found}\.\n"):
-            rundir.choose("demo", None, is_resuming=True, wanted=str(tmp_path / wanted), base=tmp_path)
+            rundir.choose("demo", None, is_resuming=True, resume=str(tmp_path / wanted), base=tmp_path)
 
 
 def test_what_a_launcher_makes_is_no_run_yet(tmp_path: Path) -> None:

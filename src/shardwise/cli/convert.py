@@ -157,9 +157,9 @@ def converted(file: Path, *, model: str | None = None, data: str | None = None) 
     values = read_document(file, takes_toml=True).values
     kind = kind_of(values)
     if kind is None:
-        known = "; ".join(f"{name}: {', '.join(sorted(marks))}" for name, (_, marks) in MARKS.items())
+        projects = "; ".join(f"{name}: {', '.join(sorted(marks))}" for name, (_, marks) in MARKS.items())
         raise ConfigError(
-            f"{printable(file)} is not a configuration of {', '.join(MARKS)}.\n  Their keys are {known}."
+            f"{printable(file)} is not a configuration of {', '.join(MARKS)}.\n  Their keys are {projects}."
             f"\n  One of shardwise needs no conversion: shardwise validate {printable(file)}"
         )
     draft = Draft(dict(_flat(values)))

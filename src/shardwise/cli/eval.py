@@ -113,15 +113,15 @@ def _found(tasks: Sequence[str]) -> tuple[list[str], Any]:
     for name in tasks:
         path = files.get(name)
         if path is None:
-            own = manager.match_tasks([name])
+            matches = manager.match_tasks([name])
         else:
             index = manager.task_index.items()
-            own = [each for each, entry in index if entry.yaml_path and Path(entry.yaml_path).resolve() == path]
-        if not own:
+            matches = [each for each, entry in index if entry.yaml_path and Path(entry.yaml_path).resolve() == path]
+        if not matches:
             what = "lm-eval knows no such task" if path is None else "the file has no line `task: NAME`"
             raise ConfigError(
                 f"--tasks {printable(name)}: {what}.\n"
                 "  Name a task that `lm-eval ls tasks` lists, or a YAML file in the form of lm-eval's tasks."
             )
-        names += [each for each in own if each not in names]
+        names += [each for each in matches if each not in names]
     return names, manager

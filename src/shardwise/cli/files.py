@@ -49,8 +49,8 @@ def tokenize(
         raise DataError(f"{source} is not text.\n  Name a file, folder or glob of text, or of rows with one.")
     encoder = find_tokenizer(tokenizer)
     try:
-        made = read_examples(found, Texts(encoder, column if found.kind == "records" else None))
-        ids = (example.ids for example in made)
+        examples = read_examples(found, Texts(encoder, column if found.kind == "records" else None))
+        ids = (example.ids for example in examples)
         count = write_tokens(out, ids, vocab_size=encoder.vocab_size, should_replace=force)
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror}.\n  Name another place.") from None

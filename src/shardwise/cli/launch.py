@@ -70,15 +70,15 @@ def launch(
     from shardwise.launch.jobs.job import GRACE_S, Job, machines
     from shardwise.train.config.sections import read_config
 
-    named = [name for name, is_named in zip(_START, (slurm, kubernetes, skypilot), strict=True) if is_named]
-    if len(named) != 1:
-        got, advice = (" and ".join(named), "Keep") if named else ("none", "Add")
+    chosen = [name for name, is_named in zip(_START, (slurm, kubernetes, skypilot), strict=True) if is_named]
+    if len(chosen) != 1:
+        got, advice = (" and ".join(chosen), "Keep") if chosen else ("none", "Add")
         raise ConfigError(
-            f"launch: expected one scheduler, got {got}.\n  {advice} one of {', '.join(named or _START)}."
+            f"launch: expected one scheduler, got {got}.\n  {advice} one of {', '.join(chosen or _START)}."
         )
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: expected 0 or more.\n  Set --max-restarts 0.")
-    _check_options(named[0], is_in_container=image is not None, cpu=cpu, time=time, volume=volume, gpu=gpu)
+    _check_options(chosen[0], is_in_container=image is not None, cpu=cpu, time=time, volume=volume, gpu=gpu)
     settings = list(overrides or [])
     raw = read_config(config, settings)
     if "grace_s" not in raw.given_keys("train"):
@@ -98,12 +98,12 @@ def launch(
         overrides=tuple(settings),
         content={"name": raw.config.name, **raw.document.values},
     )
-    text = _written(job, named[0], time=time, image=image, volume=volume, gpu=gpu)
+    text = _written(job, chosen[0], time=time, image=image, volume=volume, gpu=gpu)
     if out is None:
         show(text.rstrip())
     else:
         write(out, text)
-        show(f"written to {out}; start it with\n  {_START[named[0]]} {out}")
+        show(f"written to {out}; start it with\n  {_START[chosen[0]]} {out}")
 
 
 def _check_options(

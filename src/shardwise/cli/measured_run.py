@@ -97,5 +97,5 @@ def _of_folder(folder: Path, cluster: Cluster) -> tuple[Estimate, float]:
     resolved = resolve(read_config(folder / CONFIG), world, min(world, cluster.gpus_per_node), checks_data=False)
     there = replace(cluster, num_gpus=world)
     shape = shape_of(resolved, reads_iterables=True)
-    made = estimate(shape, resolved_plan(resolved), there, workload_of(resolved, shape))
-    return made, made.workload.global_batch * made.workload.seq_len / spent
+    estimated = estimate(shape, resolved_plan(resolved), there, workload_of(resolved, shape))
+    return estimated, estimated.workload.global_batch * estimated.workload.seq_len / spent

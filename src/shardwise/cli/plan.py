@@ -234,9 +234,9 @@ def _show_largest(
     from shardwise.planner.fit import largest
     from shardwise.planner.legal import STRATEGIES
 
-    wanted = (fixed["strategy"],) if "strategy" in fixed else STRATEGIES[:5]
+    strategies = (fixed["strategy"],) if "strategy" in fixed else STRATEGIES[:5]
     with gc_paused():
-        found = list(largest(shape, cluster, workload, wanted, fixed))
+        found = list(largest(shape, cluster, workload, strategies, fixed))
     if is_json:
         rows = [
             {
@@ -342,14 +342,14 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
     raw.raise_if_any()
     config, train, parallel = raw.config, raw.given_keys("train"), raw.given_keys("parallel")
     section = config.model
-    stored = own = None
+    stored = own_optimizer = None
     model: dict[str, Any]
     if config.spec is not None:
         from shardwise.train.config.resolve import resolve
         from shardwise.train.predicted.workload import traced
 
         resolved = resolve(raw, 1)
-        own = resolved.spec.optimizer
+        own_optimizer = resolved.spec.optimizer
         shape, model = traced(resolved, reads_iterables=True), dict(raw.document.values.get("model") or {})
     elif section.hf is not None:
         folder = Path(section.hf).expanduser()
@@ -379,7 +379,7 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
         seq_len=config.data.seq_len or (shape.seq_len or 1 if config.spec is not None else None),
         global_batch=config.train.global_batch_size,
         precision=None if computed == "auto" else str(computed),
-        optimizer=optimizer_of(config.optimizer, own),
+        optimizer=optimizer_of(config.optimizer, own_optimizer),
         lora_rank=config.lora.rank,
         chunked_loss=config.train.chunked_cross_entropy,
     )

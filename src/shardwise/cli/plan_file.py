@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from shardwise.planner import Estimate
 
 
-def command(made: Estimate, path: str) -> str:
+def command(estimate: Estimate, path: str) -> str:
     """Return the command that starts the run. On several nodes, the same command is run on each."""
-    gpus, node = made.cluster.num_gpus, min(made.cluster.gpus_per_node, made.cluster.num_gpus)
+    gpus, node = estimate.cluster.num_gpus, min(estimate.cluster.gpus_per_node, estimate.cluster.num_gpus)
     if gpus == node:
         return f"torchrun --nproc-per-node {node} -m shardwise train {path}"
     return (
@@ -26,12 +26,12 @@ def command(made: Estimate, path: str) -> str:
     )
 
 
-def configuration(made: Estimate, model: dict[str, Any], base: dict[str, Any] | None = None) -> dict[str, Any]:
+def configuration(estimate: Estimate, model: dict[str, Any], base: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the configuration of a plan.
 
     Keeps the other sections of ``base``, such as data and schedule.
     """
-    workload = made.workload
+    workload = estimate.workload
     config: dict[str, Any] = {
         key: dict(value) if isinstance(value, dict) else value for key, value in (base or {}).items()
     }
@@ -40,8 +40,8 @@ def configuration(made: Estimate, model: dict[str, Any], base: dict[str, Any] | 
     if "spec" not in config:
         data = dict(config.get("data") or {})
         config["data"] = ({} if data.get("mix") else {"source": "random"}) | data | {"seq_len": workload.seq_len}
-    config["parallel"] = plan_fields_of(made.plan)
-    config["parallel"].pop("dp_shard", None) if made.plan.dp_replicate == 1 else None
+    config["parallel"] = plan_fields_of(estimate.plan)
+    config["parallel"].pop("dp_shard", None) if estimate.plan.dp_replicate == 1 else None
     pipeline = config["parallel"].get("pipeline")
     if isinstance(pipeline, dict):
         pipeline.pop("num_microbatches", None)  # train derives them from the batch
@@ -65,25 +65,25 @@ def configuration(made: Estimate, model: dict[str, Any], base: dict[str, Any] | 
     return {**config, "optimizer": optimizer, "train": train}
 
 
-def write_plan(path: Path, made: Estimate, model: dict[str, Any], base: dict[str, Any] | None = None) -> None:
+def write_plan(path: Path, estimate: Estimate, model: dict[str, Any], base: dict[str, Any] | None = None) -> None:
     """Write the configuration, with a comment that shows the predictions."""
     import yaml
 
-    cluster = made.cluster
+    cluster = estimate.cluster
     lines = [
         (
-            f"# {made.shape.name} on {cluster.num_gpus} x {cluster.gpu}: {title(made)},"
-            f" {num_microbatches(made.plan, made.workload)} microbatches a step"
+            f"# {estimate.shape.name} on {cluster.num_gpus} x {cluster.gpu}: {title(estimate)},"
+            f" {num_microbatches(estimate.plan, estimate.workload)} microbatches a step"
         ),
         (
-            f"# predicted: {seconds(made.step_time_s)} a step, {gib(made.memory.device_bytes)} of"
+            f"# predicted: {seconds(estimate.step_time_s)} a step, {gib(estimate.memory.device_bytes)} of"
             f" {gib(cluster.device.memory_bytes)} on the fullest GPU"
         ),
-        "# start: " + command(made, str(path)).replace("\n", "\n# "),
+        "# start: " + command(estimate, str(path)).replace("\n", "\n# "),
     ]
     if base is None:
         lines.append("# data.source: random tokens, to measure with; name your text or token files here")
-    content = configuration(made, model, base)
+    content = configuration(estimate, model, base)
     write(path, "\n".join(lines) + "\n" + yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 

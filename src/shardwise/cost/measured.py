@@ -171,13 +171,13 @@ class Measured:
         if num_ranks < 2 or num_bytes <= 0:
             return 0.0
         rows = self.links.get(kind, ())
-        known = sorted({row.num_ranks for row in rows})
-        if not known:
+        sizes = sorted({row.num_ranks for row in rows})
+        if not sizes:
             raise ConfigError(
                 f"the calibration has no times of {kind}: it was made by one rank.\n"
                 "  Run `shardwise calibrate --nproc 2`, or under torchrun."
             )
-        nearest = min(known, key=lambda count: abs(count - num_ranks))
+        nearest = min(sizes, key=lambda count: abs(count - num_ranks))
         seconds = _along([(row.num_bytes, row.seconds) for row in rows if row.num_ranks == nearest], num_bytes)
         share = ((num_ranks - 1) / num_ranks) / ((nearest - 1) / nearest)
         return seconds * share / self.speeds.get("link", 1.0)
@@ -287,12 +287,12 @@ def _along(points: Sequence[tuple[float, ...]], size: float) -> float:
     """Seconds at a size: interpolated linearly between rows, and proportional to the size beyond the last row."""
     if not points:
         return 0.0
-    known = sorted(points)
-    if size <= known[0][0]:
-        return known[0][1]
-    if size >= known[-1][0]:
-        return known[-1][1] * size / known[-1][0]
-    for (low, low_s), (high, high_s) in itertools.pairwise(known):
+    ordered = sorted(points)
+    if size <= ordered[0][0]:
+        return ordered[0][1]
+    if size >= ordered[-1][0]:
+        return ordered[-1][1] * size / ordered[-1][0]
+    for (low, low_s), (high, high_s) in itertools.pairwise(ordered):
         if size <= high:
             return low_s + (high_s - low_s) * (size - low) / (high - low)
     raise AssertionError

@@ -64,13 +64,13 @@ def sequence_lengths(shape: ModelShape, workload: Workload) -> tuple[int, int]:
 def _model_work(shape: ModelShape, degrees: Degrees, workload: Workload) -> tuple[UnitWork, ...]:
     first, second = sequence_lengths(shape, workload)
     has_two, blocks, num_before = shape.num_encoder_blocks > 0, [], 0
-    made: dict[tuple[Block, int], UnitWork] = {}  # kinds of blocks may alternate, so equal blocks are computed once
+    works: dict[tuple[Block, int], UnitWork] = {}  # kinds of blocks may alternate, so equal blocks are computed once
     for index, (count, block) in enumerate(shape.stacks):
         length = second if has_two and num_before >= shape.num_encoder_blocks else first
         num_before += count
-        if (block, length) not in made:
-            made[block, length] = block_work(Rank(shape, degrees, workload, length), block, first)
-        unit = replace(made[block, length], name=f"block{index}", count=count)
+        if (block, length) not in works:
+            works[block, length] = block_work(Rank(shape, degrees, workload, length), block, first)
+        unit = replace(works[block, length], name=f"block{index}", count=count)
         if has_two and num_before - count == shape.num_encoder_blocks:
             unit = replace(unit, encoder_bytes=_encoder_bytes(Rank(shape, degrees, workload, first), unit, length))
         blocks.append(unit)

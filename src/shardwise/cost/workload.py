@@ -73,10 +73,10 @@ class Workload:
             if not _is_count(value := getattr(self, name), least=1)
             and not (value is None and name in {"decoder_seq_len", "lora_rank"})
         ]
-        for name, known in {"precision": PRECISIONS, "optimizer": tuple(OPTIMIZERS)}.items():
-            if (word := getattr(self, name)) not in known:
-                hint = did_you_mean(str(word), known) or f" Set {name} to one of them."
-                problems.append(f"{name}={word!r}: expected {', '.join(known)}.\n   {hint}")
+        for name, choices in {"precision": PRECISIONS, "optimizer": tuple(OPTIMIZERS)}.items():
+            if (word := getattr(self, name)) not in choices:
+                hint = did_you_mean(str(word), choices) or f" Set {name} to one of them."
+                problems.append(f"{name}={word!r}: expected {', '.join(choices)}.\n   {hint}")
         if self.recompute not in RECOMPUTE and not _is_count(self.recompute, least=0):
             hint = did_you_mean(str(self.recompute), RECOMPUTE) or " Set for example recompute='full'."
             problems.append(

@@ -129,14 +129,14 @@ def made_together(engine: Engine | None, make: Callable[[], T]) -> T:
         As :func:`fail_together`.
     """
     try:
-        made, problem = make(), None
+        result, problem = make(), None
     except ShardwiseError as error:
         if engine is None:
             raise
-        made, problem = None, error
+        result, problem = None, error
     if engine is not None:
         fail_together(engine.comms.world, problem)
-    return cast("T", made)
+    return cast("T", result)
 
 
 @contextlib.contextmanager
@@ -221,10 +221,10 @@ class _Call:
             is_divided=len({batch["digest"] for batch in self._batches}) == 1 and len(self._rows) > 1,
             max_chunks=1 if pipelined is None else pipelined.num_microbatches,
         )
-        own = [split.own(index) for index in range(split.num_chunks)]
+        own_rows = [split.own(index) for index in range(split.num_chunks)]
         chunks = [
             Chunk(index, rows, [self._rows[row] for row in rows], self._settings, device)
-            for index, rows in enumerate(own)
+            for index, rows in enumerate(own_rows)
         ]
         if pipelined is None:
             return split, chunks, WholeModel(self._model, chunks)

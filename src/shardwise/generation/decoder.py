@@ -88,21 +88,21 @@ def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool 
     if isinstance(model, GPT):
         return Decoding(_GptDecoder, _GptForward, model.config.vocab_size, model.config.seq_len)
     config: Any = getattr(model, "config", None)
-    known = inspect.signature(type(model).forward).parameters
+    names = inspect.signature(type(model).forward).parameters
     if callable(getattr(model, "generate", None)) and config is not None:
         text = config.get_text_config(decoder=True)
-        cache = None if text.model_type in _OWN_CACHES else next((name for name in CACHE_NAMES if name in known), None)
-        if getattr(config, "is_encoder_decoder", False) or "input_ids" not in known or (with_cache and cache is None):
+        cache = None if text.model_type in _OWN_CACHES else next((name for name in CACHE_NAMES if name in names), None)
+        if getattr(config, "is_encoder_decoder", False) or "input_ids" not in names or (with_cache and cache is None):
             raise StateError(
                 f"{call} takes decoders{' with a cache of keys and values' * with_cache}, not a"
                 f" {type(model).__name__}.\n"
                 "  Call model.generate(...), which works on the parallelized model too (but not over a pipeline)."
             )
         positions = getattr(text, "max_position_embeddings", None)
-        counts = "position_ids" not in known and any("PositionalEmbedding" in type(m).__name__ for m in model.modules())
+        counts = "position_ids" not in names and any("PositionalEmbedding" in type(m).__name__ for m in model.modules())
         return Decoding(
-            functools.partial(_TransformersDecoder, config, frozenset(known), cache_name=cache or ""),
-            functools.partial(_TransformersForward, frozenset(known)),
+            functools.partial(_TransformersDecoder, config, frozenset(names), cache_name=cache or ""),
+            functools.partial(_TransformersForward, frozenset(names)),
             text.vocab_size,
             positions if positions and positions > 0 else None,
             counts or text.model_type in _COUNT_PADDING,
@@ -148,14 +148,14 @@ class _TransformersDecoder:
     def __init__(
         self,
         config: Any,
-        known: Collection[str],
+        accepted: Collection[str],
         capacity: int,
         padding: Sequence[int],
         layers: Collection[int] | None,
         *,
         cache_name: str,
     ) -> None:
-        self._make = functools.partial(_TransformersDecoder, config, known, cache_name=cache_name)
+        self._make = functools.partial(_TransformersDecoder, config, accepted, cache_name=cache_name)
         self._layers = layers
         self.cache = _cache(config, capacity, layers)
         self._capacity = capacity
@@ -163,8 +163,8 @@ class _TransformersDecoder:
         self._padding_B1 = torch.tensor(padding)[:, None] if any(padding) else None
         self._mask_BK: Tensor | None = None
         self.length = 0
-        self._options = {cache_name: self.cache, "use_cache": True, **_options(known, 1)}
-        self._takes_positions = "position_ids" in known
+        self._options = {cache_name: self.cache, "use_cache": True, **_options(accepted, 1)}
+        self._takes_positions = "position_ids" in accepted
 
     def call(self, model: nn.Module, new_BT: Tensor) -> Any:
         T, device = new_BT.shape[1], new_BT.device
@@ -231,9 +231,9 @@ class _GptForward:
 class _TransformersForward:
     """A single forward of a causal language model of transformers."""
 
-    def __init__(self, known: Collection[str], num_logits: int) -> None:
+    def __init__(self, accepted: Collection[str], num_logits: int) -> None:
         self._num_logits = num_logits
-        self._options = {"use_cache": False, **_options(known, num_logits)}
+        self._options = {"use_cache": False, **_options(accepted, num_logits)}
 
     def call(self, model: nn.Module, new_BT: Tensor) -> Any:
         return model(input_ids=new_BT, **self._options)
@@ -242,10 +242,10 @@ class _TransformersForward:
         return output.logits[:, -self._num_logits :]
 
 
-def _options(known: Collection[str], num_logits: int) -> dict[str, Any]:
+def _options(accepted: Collection[str], num_logits: int) -> dict[str, Any]:
     """Return arguments for a forward that computes only the last logits, without the loss that balances experts."""
-    wanted = {"logits_to_keep": num_logits, "output_router_logits": False}
-    return {"return_dict": True} | {name: value for name, value in wanted.items() if name in known}
+    options = {"logits_to_keep": num_logits, "output_router_logits": False}
+    return {"return_dict": True} | {name: value for name, value in options.items() if name in accepted}
 
 
 def _cache(config: Any, capacity: int, layers: Collection[int] | None) -> Any:

@@ -157,18 +157,18 @@ class Stages(Runner):
             it is preceded by an exchange of shapes and dtypes. The rank of the last stage also sends eight bytes per
             row to every other rank.
         """
-        last_rank, own = self._ranks[-1], self._comm.rank
+        last_rank, rank_here = self._ranks[-1], self._comm.rank
         others = [rank for rank in range(self._comm.size) if rank != last_rank]
         sends: list[Message] = [(tokens_B, rank, "tokens") for tokens_B in self._tokens_to_send for rank in others]
         self._tokens_to_send = []
         receives: list[Message] = []
         expected = []
         for rows, stage in turns:
-            if stage == self.num_stages and own != last_rank:
+            if stage == self.num_stages and rank_here != last_rank:
                 buffer = torch.empty(rows.new_BT.shape[0], dtype=torch.int64, device=rows.new_BT.device)
                 self._tokens[rows.index] = buffer
                 receives.append((buffer, last_rank, "tokens"))
-            elif 0 < stage < self.num_stages and self._ranks[stage - 1] != own:
+            elif 0 < stage < self.num_stages and self._ranks[stage - 1] != rank_here:
                 expected.append(_Boundary(stage - 1, rows.index, self._flow(rows, stage)))
         self._exchange_headers(expected)
         to_send, self._to_send = self._to_send, []

@@ -130,18 +130,18 @@ class RunningBatch:
         """Join the remaining rows into one group with room for their next token."""
         groups = [group for group in (self._running, self._prefilled) if group.rows]
         self._prefilled = _Group()
-        left = [
+        remaining = [
             [index for index, row in enumerate(group.rows) if row.entry.number not in removed and row.num_left]
             for group in groups
         ]
-        rows = [group.rows[index] for group, some in zip(groups, left, strict=True) for index in some]
+        rows = [group.rows[index] for group, some in zip(groups, remaining, strict=True) for index in some]
         if not rows:
             self._running = _Group()
             return
         if len(groups) == 1 and len(rows) == len(groups[0].rows) and all(d.room for d in groups[0].decoders.values()):
             self._running = groups[0]
             return
-        parts = [(group, some) for group, some in zip(groups, left, strict=True) if some]
+        parts = [(group, some) for group, some in zip(groups, remaining, strict=True) if some]
         room = min(ROOM, max(row.num_left for row in rows))
         first = parts[0][0].decoders
         self._running = _Group(

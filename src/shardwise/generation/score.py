@@ -98,7 +98,7 @@ def score(
     engine = generating_engine(model, "sw.score")
     scorer = made_together(engine, lambda: Scorer(model, engine, batch_tokens, top_logprobs))
     rows = made_together(engine, lambda: scorer.checked_rows(prompts, continuations))
-    shares, own, num_batches = [range(len(rows))], 0, 0
+    shares, own_share, num_batches = [range(len(rows))], 0, 0
     if engine is not None and engine.comms.world.size > 1:
         arguments = {"num_batches": len(scorer.batches(rows, shares[0]))}
         every = batches_of_readers(engine, [rows, batch_tokens, top_logprobs], arguments, "sw.score")
@@ -106,12 +106,12 @@ def score(
         if len(every) > 1 and len({each["digest"] for each in every}) == 1:
             by_length = sorted(shares[0], key=lambda row: -len(rows[row].ids))  # gives ranks rows of similar length
             shares = [by_length[rank :: len(every)] for rank in range(len(every))]
-            own = engine.comms.control.rank
+            own_share = engine.comms.control.rank
     plans = [scorer.batches(rows, share) for share in shares]
     if len(plans) > 1:
         num_batches = max(map(len, plans))
     with inference(model, engine, "sw.score"):
-        scores_NW = scorer.compute(rows, plans[own], num_batches)
+        scores_NW = scorer.compute(rows, plans[own_share], num_batches)
     if len(plans) > 1:
         assert engine is not None
         scores_NW = _joined(engine.comms.control, scores_NW, [_num_scored(rows, plan) for plan in plans])
@@ -184,14 +184,14 @@ class Scorer:
 
         With a pipeline there are as many batches as the plan has microbatches, if there are enough rows.
         """
-        left = [number for number in numbers if rows[number].start < len(rows[number].ids)]
-        left.sort(key=lambda number: (-len(rows[number].ids), rows[number].start))
-        most = len(left) if self._pipelined is None else -(-len(left) // self._pipelined.num_microbatches)
+        remaining = [number for number in numbers if rows[number].start < len(rows[number].ids)]
+        remaining.sort(key=lambda number: (-len(rows[number].ids), rows[number].start))
+        most = len(remaining) if self._pipelined is None else -(-len(remaining) // self._pipelined.num_microbatches)
         found: list[list[int]] = []
-        while left:
-            count = max(1, min(most, self._batch_tokens // self._width(rows[left[0]])))
-            found.append(left[:count])
-            left = left[count:]
+        while remaining:
+            count = max(1, min(most, self._batch_tokens // self._width(rows[remaining[0]])))
+            found.append(remaining[:count])
+            remaining = remaining[count:]
         return found
 
     def compute(self, rows: Sequence[Row], batches: Sequence[Sequence[int]], num_batches: int = 0) -> Tensor:

@@ -198,8 +198,8 @@ class ShardwiseFabricStrategy(DDPStrategy):
                 " fabric.load_raw(path, model) reads a file with a plain model's state dict."
             )
         rest = torch.load(source / _REST, map_location="cpu", weights_only=weights_only)
-        wanted = state if state is not None else {}
-        parts = _Parts(wanted)
+        targets = state if state is not None else {}
+        parts = _Parts(targets)
         found = {entry.name for entry in source.iterdir() if entry.is_dir()} | rest.keys()
         missing = [name for name in (*parts.models, *parts.rest) if name not in found]
         if missing and strict:
@@ -216,7 +216,7 @@ class ShardwiseFabricStrategy(DDPStrategy):
             if hasattr(value, "load_state_dict"):
                 value.load_state_dict(rest.pop(name))
             else:
-                wanted[name] = rest.pop(name)
+                targets[name] = rest.pop(name)
         return rest
 
 

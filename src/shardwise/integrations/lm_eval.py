@@ -176,12 +176,13 @@ class ShardwiseLM(TemplateLM):
         contexts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         by_length = sorted(range(len(requests)), key=lambda at: (repr(requests[at].args[1]), -len(contexts[at])))
         for _, alike in itertools.groupby(by_length, key=lambda at: repr(requests[at].args[1])):
-            left = list(alike)
-            options = self._options(requests[left[0]].args[1])
+            remaining = list(alike)
+            options = self._options(requests[remaining[0]].args[1])
             room = self.max_length - options["max_new_tokens"]
-            while left:
-                tokens = min(len(contexts[left[0]]), room) + options["max_new_tokens"]
-                some, left = left[: max(1, self._batch_tokens // tokens)], left[max(1, self._batch_tokens // tokens) :]
+            while remaining:
+                tokens = min(len(contexts[remaining[0]]), room) + options["max_new_tokens"]
+                count = max(1, self._batch_tokens // tokens)
+                some, remaining = remaining[:count], remaining[count:]
                 texts = self._continued([contexts[at][-room:] for at in some], **options)
                 for at, text in zip(some, texts, strict=True):
                     answers[at] = text

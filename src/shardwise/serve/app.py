@@ -111,8 +111,8 @@ def _check_key(request: Request, api_key: str | None) -> None:
     received = (
         request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
     )  # the bytes as received
-    known = os.fsencode(api_key), api_key.encode("latin-1", "backslashreplace")  # clients use either encoding
-    if not any(hmac.compare_digest(received, each) for each in known):
+    expected = os.fsencode(api_key), api_key.encode("latin-1", "backslashreplace")  # clients use either encoding
+    if not any(hmac.compare_digest(received, each) for each in expected):
         raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
 
 
@@ -269,19 +269,19 @@ class _RunningRequest:
     async def _pieces(self) -> AsyncIterator[Choice]:
         """Yield pieces of all answers as they are generated."""
         begun: set[int] = set()
-        left = set(range(len(self.requests)))
-        while left:
+        running = set(range(len(self.requests)))
+        while running:
             index, event = await self._events.get()
             if event.finish == "error":
                 raise _GenerationFailedError(event.error)
-            if index not in left:  # already ended by a stop string
+            if index not in running:  # already ended by a stop string
                 continue
             piece = self._piece(index, event)
             if index not in begun:
                 piece.is_first, piece.text = self._parsed.is_chat, self._echoes[index] + piece.text
             begun.add(index)
             if piece.finish is not None:
-                left.discard(index)
+                running.discard(index)
             yield piece
 
     def _piece(self, index: int, event: Event) -> Choice:

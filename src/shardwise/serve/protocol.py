@@ -386,12 +386,12 @@ def shown_score(row: Row, score: Score, tokenizer: Tokenizer, num_top: int, *, h
         fields["token_logprobs"], fields["top_logprobs"] = [None], [None]
     for at, logprob in enumerate(score.logprobs):
         position = row.start + at
-        own = max(logprob, _LEAST_LOGPROB)
+        own_logprob = max(logprob, _LEAST_LOGPROB)
         likeliest = list(score.top[at].items())[:num_top] if score.top else []
         top: dict[str, float] = {}
-        for token, each in [*likeliest, (row.ids[position], own)]:
+        for token, each in [*likeliest, (row.ids[position], own_logprob)]:
             top.setdefault(text(position, token), max(each, _LEAST_LOGPROB))
-        fields["token_logprobs"].append(own)
+        fields["token_logprobs"].append(own_logprob)
         fields["top_logprobs"].append(top)
     return fields
 

@@ -81,6 +81,6 @@ class Scheduler:
         num_running = len(self._batches[batch])
         if num_running and self._had_new_rows[batch]:
             return []
-        wanted = min(self.num_running + len(self._queue), self._max_rows)
-        room = min(math.ceil(wanted / len(self._batches)) - num_running, self._max_rows - self.num_running)
+        target = min(self.num_running + len(self._queue), self._max_rows)
+        room = min(math.ceil(target / len(self._batches)) - num_running, self._max_rows - self.num_running)
         return self._queue.take(room, _PROMPT_TOKENS)

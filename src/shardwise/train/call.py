@@ -59,19 +59,19 @@ def train(
         ShardwiseError: A rank failed and has printed the reason; ``exit_code`` is the launcher's.
         SystemExit: This process is a rank, and the run was stopped or failed; with the exit code of the rank.
     """
-    wanted = ("latest" if resume else None) if isinstance(resume, bool) else resume
+    checkpoint = ("latest" if resume else None) if isinstance(resume, bool) else resume
     directory = None if run_dir is None else Path(run_dir)
     world = read_world()
     if spec is not None:
         spec = with_code(spec)
     if world.source != "alone":
         found: dict[str, Any] = {}
-        raw, directory = _read(config, directory, wanted)
+        raw, directory = _read(config, directory, checkpoint)
         code = train_worker(
             raw,
             world,
             run_dir=directory,
-            resume=wanted,
+            resume=checkpoint,
             is_demo=False,
             spec=spec,
             found=found,
@@ -84,18 +84,18 @@ def train(
         if spec is not None:
             spec_file = Path(private) / "spec.pkl"
             spec_file.write_bytes(serialize(spec))
-        raw, directory = _read(file, directory, wanted)
+        raw, directory = _read(file, directory, checkpoint)
         raw.raise_if_any()
         to = raw.config.checkpoint.upload_to
         directory = folder.choose(
-            raw.config.name, directory, is_resuming=wanted is not None, wanted=wanted, upload_to=to
+            raw.config.name, directory, is_resuming=checkpoint is not None, resume=checkpoint, upload_to=to
         )
         code = launch_training(
             raw,
             num_workers(nproc),
-            ["train", str(file), *([] if wanted is None else ["--resume", wanted])],
+            ["train", str(file), *([] if checkpoint is None else ["--resume", checkpoint])],
             run_dir=directory,
-            resume=wanted,
+            resume=checkpoint,
             max_restarts=max_restarts,
             say=_say,
             spec=spec,

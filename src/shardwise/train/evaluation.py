@@ -94,8 +94,8 @@ class Evaluation:
             found = torch.stack(losses).tolist() if losses else []  # read once, after all are computed
         finally:
             self.model.train()
-        own = [float(sum(pair[which] for pair in sums[name])) for name in ("", *names) for which in (0, 1)]
-        rows = [row for row in self.control.rows([sum(found), float(bool(found)), *own]) if row[1]]
+        metric_sums = [float(sum(pair[which] for pair in sums[name])) for name in ("", *names) for which in (0, 1)]
+        rows = [row for row in self.control.rows([sum(found), float(bool(found)), *metric_sums]) if row[1]]
         total = [sum(row[column] for row in rows) for column in range(4 + 2 * len(names))]
         mean = total[0] * batch.micro / count / (len(rows) / batch.data_parallel_size)
         values = {"eval_loss": total[2] / total[3] if total[3] else mean}

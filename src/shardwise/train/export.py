@@ -72,8 +72,8 @@ def export_trained(
         units = [unit for unit in ([pair for pair in unit if pair[0] not in (base or ())] for unit in units) if unit]
     arriving = (_read(checkpoint, base, unit) for unit in units)
     extents = [[dataclasses.replace(stored, name=name) for name, stored in unit] for unit in units]
-    wanted = None if dtype is None else torch_dtype(dtype)
-    options = FolderOptions(_tokenizer(trained), wanted, max_shard_bytes)
+    target_dtype = None if dtype is None else torch_dtype(dtype)
+    options = FolderOptions(_tokenizer(trained), target_dtype, max_shard_bytes)
     write_folder(path, form_of(model, merges=merges_adapter), extents, arriving, options)
     source, kind = trained.model.get("hf"), CLASSES[resolved.task.name]
     if has_adapter and not merges_adapter:

@@ -50,10 +50,10 @@ def run_of(path: str) -> Path | None:
     return next((run for run in (base, base.parent.parent) if base.is_dir() and holds_run(run)), None)
 
 
-def is_stored(wanted: str | None, upload_to: str | None) -> bool:
+def is_stored(resume: str | None, upload_to: str | None) -> bool:
     """Return whether ``--resume WANTED`` means a checkpoint on a store, which need not be on this machine."""
-    if wanted is None or upload_to is None or isinstance(place_of(wanted), Url):
-        return wanted is not None and isinstance(place_of(wanted), Url)
+    if resume is None or upload_to is None or isinstance(place_of(resume), Url):
+        return resume is not None and isinstance(place_of(resume), Url)
     from shardwise.checkpoint.store import find_latest
 
     found = find_latest(upload_to)
@@ -90,7 +90,7 @@ def choose(
     run_dir: Path | None,
     *,
     is_resuming: bool = False,
-    wanted: str | None = None,
+    resume: str | None = None,
     base: Path = Path("runs"),
     upload_to: str | None = None,
 ) -> Path:
@@ -100,14 +100,14 @@ def choose(
         name: Name of the run, which is the folder's name in ``base`` if ``run_dir`` is ``None``.
         run_dir: The folder given by ``--run-dir``.
         is_resuming: Whether a run is continued; otherwise a new one starts.
-        wanted: The checkpoint to continue from.
+        resume: The checkpoint to continue from.
         base: The folder that contains the runs' folders.
         upload_to: The place that checkpoints are copied to. A run resumed from there needs no local folder.
     """
     if run_dir is not None:
-        is_lost = wanted in NEWEST and (run_dir / LOGS).is_dir()  # from a launch that failed before the run started
-        if is_resuming and not (holds_run(run_dir) or is_lost or is_stored(wanted, upload_to)):
-            raise CheckpointError(f"{printable(run_dir)} holds no run to resume{_advice(wanted)}")
+        is_lost = resume in NEWEST and (run_dir / LOGS).is_dir()  # from a launch that failed before the run started
+        if is_resuming and not (holds_run(run_dir) or is_lost or is_stored(resume, upload_to)):
+            raise CheckpointError(f"{printable(run_dir)} holds no run to resume{_advice(resume)}")
         if not is_resuming and holds_run(run_dir):
             raise ConfigError(
                 f"{printable(run_dir)} holds a run already.\n  Continue it with --resume, or name another folder."
@@ -116,13 +116,13 @@ def choose(
     numbered = _numbered(base, name)
     if is_resuming:
         found = newest(name, base)
-        if found is None and is_stored(wanted, upload_to):
+        if found is None and is_stored(resume, upload_to):
             return base / name
         if found is None:
             near = f" There are: {', '.join(sorted(_names(base)))}." if _names(base) else ""
-            if wanted is not None and wanted not in NEWEST:
-                own = run_of(wanted)
-                near = f" {wanted} is {'no run and no checkpoint of one' if own is None else f'of the run in {own}'}."
+            if resume is not None and resume not in NEWEST:
+                run = run_of(resume)
+                near = f" {resume} is {'no run and no checkpoint of one' if run is None else f'of the run in {run}'}."
             raise CheckpointError(
                 f"no run {name!r} to resume in {printable(base)}.{printable(near)}\n  Name its folder with --run-dir."
             )
@@ -136,13 +136,13 @@ def newest(name: str, base: Path = Path("runs")) -> Path | None:
     return numbered[max(numbered)] if numbered else None
 
 
-def _advice(wanted: str | None) -> str:
-    own = None if wanted is None else run_of(wanted)
-    if own is None:
-        paths = Path(wanted).expanduser().glob("*") if wanted and wanted not in NEWEST else ()
+def _advice(resume: str | None) -> str:
+    run = None if resume is None else run_of(resume)
+    if run is None:
+        paths = Path(resume).expanduser().glob("*") if resume and resume not in NEWEST else ()
         return f".\n  {deepspeed_advice(each.name for each in paths) or 'Start it without --resume.'}"
     return (
-        f": {printable(str(wanted))} is of the run in {printable(own)}, and a run continues in its own folder.\n"
+        f": {printable(str(resume))} is of the run in {printable(run)}, and a run continues in its own folder.\n"
         "  Name that one with --run-dir, or copy the whole folder and name the copy."
     )
 

@@ -68,7 +68,7 @@ def named_config(
         run_dir = run_dir or config
     elif config is None and resume is not None:
         run_dir = run_dir or folder.run_of(resume)
-        directory = folder.choose(DEMO["name"], run_dir, is_resuming=True, wanted=resume)
+        directory = folder.choose(DEMO["name"], run_dir, is_resuming=True, resume=resume)
         config = directory if (directory / CONFIG).is_file() else None
     if config is not None and config.is_dir():
         return read_config(config, ["train.gradient_accumulation_steps=null", *overrides]), False, run_dir
@@ -113,7 +113,7 @@ def launch_training(
     if run_dir is not None:
         RunLock(run_dir, takes_over=takes_over).check()
     to = resolved.config.checkpoint.upload_to
-    is_resuming = {"is_resuming": resume is not None, "wanted": resume, "upload_to": to}
+    is_resuming = {"is_resuming": resume is not None, "resume": resume, "upload_to": to}
     directory = folder.choose(resolved.config.name, run_dir, **is_resuming)
     RunLock(directory, takes_over=takes_over).check()
     if to is not None:

@@ -48,7 +48,7 @@ class RunLock:
         """Take the lock, waiting up to ``wait_s`` for another holder; return a line about a lock taken over."""
         if self._lock.is_locked:
             return None
-        left = self._take(wait_s)
+        previous = self._take(wait_s)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         self._head = f"process {os.getpid()} on {printable(socket.gethostname())}, since {since}\n{process.boot_id()}\n"
         try:
@@ -59,7 +59,7 @@ class RunLock:
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(self._ends,), name="run-lock", daemon=True)
         self._thread.start()
-        return f"{printable(self.path)} was left by {left}: taken over" if left else None
+        return f"{printable(self.path)} was left by {previous}: taken over" if previous else None
 
     def check(self) -> None:
         """Raise as :meth:`acquire` would now, without keeping the lock. Skipped if the lock is to be taken over."""

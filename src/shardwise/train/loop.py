@@ -377,14 +377,14 @@ class Loop:
         self.speed.made_steps += 1
         clock.stop()
         exposed_s = None if waited is None else (self._waited_s() or 0.0) - waited
-        left = PendingStep(
+        pending = PendingStep(
             time=clock,
             generators=self._generators,
             sent_bytes=sum(event.sent_bytes for event in events),
             exposed_s=exposed_s,
             is_guarded=not self._is_own_loop,
         )
-        self.pending.steps.append(dataclasses.replace(left, **self._step_values))
+        self.pending.steps.append(dataclasses.replace(pending, **self._step_values))
 
     def store(self, **values: Any) -> None:
         """Store results of the current step, as fields of ``PendingStep``, without reading them from the device."""

@@ -392,11 +392,12 @@ class Run:
                     " another folder."
                 )
             if part is not None:
-                own, control = saved[name], self._running.control
-                if isinstance(own, dict) and own.keys() == {_BY_RANK}:
+                value, control = saved[name], self._running.control
+                if isinstance(value, dict) and value.keys() == {_BY_RANK}:
                     what = "sw.Run(sampler=...) was that of each of {} ranks"
-                    own = of_reader(own[_BY_RANK], control.rank, control.size, what, "read by an sw.DistributedSampler")
-                part.load_state_dict(own)
+                    instead = "read by an sw.DistributedSampler"
+                    value = of_reader(value[_BY_RANK], control.rank, control.size, what, instead)
+                part.load_state_dict(value)
         lines = resharded(state.get("mesh") or {}, sw.summary(self._parts.model).mesh)
         loader = self._stateful["sampler"]
         if lines and loader is not None and not isinstance(loader, sw.DistributedSampler):

@@ -201,13 +201,13 @@ def _of_file(path: Path) -> ModuleType:
         return sys.modules[key]
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last, so that no library is shadowed
-    made = importlib.util.spec_from_file_location(key, path)
-    assert made is not None
-    assert made.loader is not None
-    module = importlib.util.module_from_spec(made)
+    module_spec = importlib.util.spec_from_file_location(key, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[key] = module  # pickled objects, such as samples from workers, need their class
     try:
-        made.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[key]
         raise

@@ -211,8 +211,8 @@ class Trainer:
         """Return the state for checkpoints in addition to tensors. Exchanges small JSON with an adapter or loaders."""
         sampler = packed(self.sampler.state(), "TrainSpec(data=...)")
         if isinstance(self.sampler, LoaderSampler):
-            own = dict(self.control.all_json([self.sampler.data_parallel_rank, sampler["own"]]))
-            sampler["own"] = [own[reader] for reader in range(self.sampler.data_parallel_size)]
+            by_reader = dict(self.control.all_json([self.sampler.data_parallel_rank, sampler["own"]]))
+            sampler["own"] = [by_reader[reader] for reader in range(self.sampler.data_parallel_size)]
         state = {
             "sampler": plain.unpack(sampler),
             "config": self.config.model_dump(mode="json"),
@@ -274,12 +274,12 @@ class Trainer:
         prompts = self.config.train.sample_prompts
         tokenizer = find_tokenizer(self.config.data.tokenizer or BYTES)
         rows = [tokenizer.encode(prompt) for prompt in prompts]
-        made = sw.generate(self.model, rows, max_new_tokens=self.config.train.sample_tokens)
+        continuations = sw.generate(self.model, rows, max_new_tokens=self.config.train.sample_tokens)
         self.model.train()
         if not self.control.is_first:
             return
         with (self.loop.directory / SAMPLES).open("a") as file:
-            for prompt, ids in zip(prompts, made, strict=True):
+            for prompt, ids in zip(prompts, continuations, strict=True):
                 text = tokenizer.decode(ids)
                 self.loop.progress.say(f"  {printable(prompt)} ... {printable(text)}")
                 file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")

@@ -145,17 +145,17 @@ def open_directory(
     Returns:
         The folder, whether its run was started again by its launcher and continues, and the checkpoint.
     """
-    own = run_dir or folder.newest(name)
-    is_restart = own is not None and is_restarted(own, launchers, world)
+    existing = run_dir or folder.newest(name)
+    is_restart = existing is not None and is_restarted(existing, launchers, world)
     if auto_resumes and resume is None and run_dir is not None:
         resume = "latest" if folder.holds_run(run_dir) or folder.has_lost_run(run_dir, upload_to) else None
     if run_dir is not None and (world.source != "launcher" or auto_resumes) and not is_restart:
         RunLock(run_dir, takes_over=takes_over).check()
-    if own is not None and is_restart and resume is None:
-        chosen = own
+    if existing is not None and is_restart and resume is None:
+        chosen = existing
     else:
         is_resuming = resume is not None
-        chosen = folder.choose(name, run_dir, is_resuming=is_resuming, wanted=resume, upload_to=upload_to)
+        chosen = folder.choose(name, run_dir, is_resuming=is_resuming, resume=resume, upload_to=upload_to)
     folder.create(chosen)
     return str(chosen), is_restart, resume
 

@@ -219,11 +219,11 @@ class ShardwiseEngine(FSDPEngineWithLMHead):
 
 def _leave_to_rank_0(module: nn.Module, device: torch.device) -> None:
     """Move the parameters to meta, keeping ties, and the buffers to the device."""
-    made: dict[int, nn.Parameter] = {}
+    on_meta: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-            setattr(part, name, made[id(parameter)])
+            if id(parameter) not in on_meta:
+                on_meta[id(parameter)] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            setattr(part, name, on_meta[id(parameter)])
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
             part._buffers[name] = buffer.to(get_device_id() if device.type != "cpu" else device)  # noqa: SLF001

@@ -66,14 +66,14 @@ def pointer_problem(run_dir: Path, path: Path) -> str | None:
     if not os.path.lexists(run_dir / LATEST):
         return "was missing"
     try:
-        named = read_small(run_dir, LATEST)
+        latest = read_small(run_dir, LATEST)
     except (OSError, RefusedError) as error:
         return f"could not be read ({error})"
-    if named == f"{CHECKPOINTS}/{path.name}":
+    if latest == f"{CHECKPOINTS}/{path.name}":
         return None
-    if not named:
+    if not latest:
         return "was empty"
-    return f"named {named}" if re.fullmatch(_POINTER, named) else "named no checkpoint of this run"
+    return f"named {latest}" if re.fullmatch(_POINTER, latest) else "named no checkpoint of this run"
 
 
 #: Seconds of waiting for the previous save from which on the wait is reported.
@@ -243,7 +243,7 @@ class Checkpoints:
             return message
         self._control.on_first(self._check_folder)
         content = {**state, "step": step, "run_id": self._run_id}
-        own = {"random": random_state.capture(self._device)}
+        rank_state = {"random": random_state.capture(self._device)}
         save, below, keep = sw.save if waits else sw.save_async, BEST if is_best else "", 2 if is_best else self._keep
         try:
             save(
@@ -252,7 +252,7 @@ class Checkpoints:
                 optimizers,
                 state=content,
                 average=average,
-                rank_state=own,
+                rank_state=rank_state,
                 keep=keep,
                 frozen=frozen,
                 allow_non_finite=self._allows_non_finite,
@@ -355,10 +355,10 @@ class Checkpoints:
         With ``keep_settings`` the optimizers' groups keep their settings, such as the rate.
         """
         state = sw.load(path, self._model, optimizers, average=average, keep_settings=keep_settings)
-        place, own = path.parent.parent.absolute(), (self._run_dir.absolute(), self.uploads.place)
-        if place in own:
+        place, places = path.parent.parent.absolute(), (self._run_dir.absolute(), self.uploads.place)
+        if place in places:
             self._run_id = state["run_id"]  # the run keeps its id even if its folder was renamed
-        self.saved_step = state["step"] if place in own else 0
+        self.saved_step = state["step"] if place in places else 0
         return state
 
     def set_aside_later(self, path: Path, step: int) -> list[str]:

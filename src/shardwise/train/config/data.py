@@ -26,10 +26,10 @@ from shardwise.train.task import CLASS, MASKED, Task
 def packing(raw: RawConfig, plan: ParallelPlan) -> bool:
     """Return whether several examples share a sample; refuse settings that the model or ``cp`` does not support."""
     data, is_from_hf = raw.config.data, raw.config.model.hf is not None
-    for key, wanted in (("packing", data.packing), ("separate_documents", data.separate_documents)):
-        if wanted and not is_from_hf:
+    for key, setting in (("packing", data.packing), ("separate_documents", data.separate_documents)):
+        if setting and not is_from_hf:
             raw.fail("data", key, "the built-in models see all of a sample; leave it out, or name a folder in model.hf")
-        elif wanted and plan.cp > 1:
+        elif setting and plan.cp > 1:
             raw.fail("data", key, "cp divides a sample between ranks, and attention there does not stop at documents")
     raw.raise_if_any()
     return is_from_hf and plan.cp == 1 if data.packing is None else data.packing
@@ -115,9 +115,11 @@ def _source(
         if source.kind != "tokens":
             source = _tokenized(raw, section, source, tokenizer, task, at=at, say=say, reads=reads)
     if (source.vocab_size or 0) > vocab_size:
-        own = "tokenize the text with its tokenizer" if config.model.hf else f"set model.vocab_size={source.vocab_size}"
+        advice = f"set model.vocab_size={source.vocab_size}"
+        if config.model.hf:
+            advice = "tokenize the text with its tokenizer"
         has = f"its tokens have a vocabulary of {source.vocab_size:,}, the model's has {vocab_size:,}"
-        raw.refuse_at(at, f"{has}; {own}")
+        raw.refuse_at(at, f"{has}; {advice}")
     if reads and task.has_pairs and source.kind != "examples":
         raw.refuse_at(at, f"model.hf is trained for {task.name}, which takes rows of a data set")
     return source, name if has_own else None, end, task
@@ -148,22 +150,22 @@ def _tokenized(
 ) -> Source:
     """Return text and rows as tokens, or as examples for conversations or pairs; written only if ``reads`` is set."""
     data, streams = raw.config.data, isinstance(section, DataSection) and section.streaming
-    wanted: list[object] = [source.kind, section.column, section.learns, task.name, task.labels, tokenizer.vocab_size]
+    key: list[object] = [source.kind, section.column, section.learns, task.name, task.labels, tokenizer.vocab_size]
     try:
         if section.chat_template is not None:
-            wanted.append(_read_template(section.chat_template))
+            key.append(_read_template(section.chat_template))
         form_of = functools.partial(_form, section, source, tokenizer, task)
         if reads and not streams:
-            return prepare(source, tokenizer, wanted, form_of, say)
+            return prepare(source, tokenizer, key, form_of, say)
         form = form_of(first_row(source))
     except ConfigError as error:
         is_column = "column" in str(error).splitlines()[0]
         raw.refuse_at((*at[:-1], "column") if is_column else at, inline(error))
-    plain = replace(source, vocab_size=tokenizer.vocab_size, streams=form if reads else None)
+    whole = replace(source, vocab_size=tokenizer.vocab_size, streams=form if reads else None)
     if streams and not isinstance(form, Texts):
         raw.refuse("data", "streaming", "it is for texts; conversations are tokenized before training begins")
     if not reads or data.eval_source is not None:
-        return plain
+        return whole
     num_held = max(int(len(source.files) * data.held_out), 1)
     if num_held == len(source.files):
         raise DataError(
@@ -172,7 +174,7 @@ def _tokenized(
         )
     last = replace(source, files=source.files[-num_held:], lengths=source.lengths[-num_held:])
     files, lengths = source.files[:-num_held], source.lengths[:-num_held]
-    return replace(plain, files=files, lengths=lengths, evaluated=prepare(last, tokenizer, wanted, lambda _: form, say))
+    return replace(whole, files=files, lengths=lengths, evaluated=prepare(last, tokenizer, key, lambda _: form, say))
 
 
 def _read_template(name: str) -> str:

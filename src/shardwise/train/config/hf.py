@@ -41,12 +41,12 @@ def check_weights(folder: Path) -> None:
     ]
     if not others:
         return
-    named = f"{others[0]} and {len(others) - 1} more" if len(others) > 1 else others[0]
+    files = f"{others[0]} and {len(others) - 1} more" if len(others) > 1 else others[0]
     advice = "Convert it where you trust it: load it with transformers and call model.save_pretrained(NEW_FOLDER)"
     if others[0].endswith(".json"):
         advice = "Copy or download the folder again"
     raise CheckpointError(
-        f"{printable(folder)} has its weights in {printable(named)}; expected *.safetensors (pickles can run code, and"
+        f"{printable(folder)} has its weights in {printable(files)}; expected *.safetensors (pickles can run code, and"
         f" are not read).\n  {advice}."
     )
 
@@ -145,9 +145,9 @@ def stored_dtype(folder: Path) -> str | None:
     """Return the dtype name of a folder's weights, from its configuration or else from its first file."""
     try:
         config = read_json(folder / "config.json")
-        named = config.get("dtype") or config.get("torch_dtype")
-        if isinstance(named, str):
-            return dtype_name(named)
+        dtype = config.get("dtype") or config.get("torch_dtype")
+        if isinstance(dtype, str):
+            return dtype_name(dtype)
         name = "model.safetensors"
         if not (folder / name).is_file():
             name = min(read_json(folder / f"{name}.index.json")["weight_map"].values())

@@ -272,12 +272,12 @@ def _check_evaluation(raw: RawConfig, spec: TrainSpec) -> None:
     config = raw.config
     has_none = config.train.eval_every is None or (spec.data is not None and spec.eval_data is None)
     values = ["eval_loss", *(f"eval_{name}" for name in spec.metrics)]
-    for section, key, wanted in (
+    for section, key, metric in (
         ("checkpoint", "best", config.checkpoint.best),
         ("train", "patience", config.train.patience),
         ("train", "sample_prompts", config.train.sample_prompts),
     ):
-        if wanted and has_none:
+        if metric and has_none:
             raw.fail(section, key, "nothing is evaluated (train.eval_every, and eval_data of a spec); take it out")
     if config.checkpoint.best is not None and config.checkpoint.best not in values:
         raw.fail("checkpoint", "best", f"an evaluation gives {', '.join(values)}; name one of these")

@@ -627,9 +627,9 @@ def _checked(raw: RawConfig) -> Config:
     values = copy.deepcopy(raw.document.values)
     values |= {key: {} for key, fields in values.items() if fields is None and key in _SECTIONS}
     if isinstance(model := values.get("model"), dict):
-        known = [*ModelSection.model_fields, *_override_schema()]
-        for key in [key for key in model if key not in known]:
-            raw.fail("model", key, f"unknown key.{did_you_mean(key, known)}")
+        keys = [*ModelSection.model_fields, *_override_schema()]
+        for key in [key for key in model if key not in keys]:
+            raw.fail("model", key, f"unknown key.{did_you_mean(key, keys)}")
             del model[key]
     while True:
         try:
@@ -668,8 +668,8 @@ def _explain(path: tuple[str, ...], details: Sequence[Any], got: Any) -> str:
         return f"unknown key.{did_you_mean(key, MixedSection.model_fields)}"
     if kind == "extra_forbidden":
         homes = [f"{name}.{key}" for name, section in _SECTIONS.items() if key in section.model_fields]
-        known = Config.model_fields if len(path) == 1 else _SECTIONS[path[0]].model_fields
-        near = did_you_mean(key, [*known, "extends"])
+        names = Config.model_fields if len(path) == 1 else _SECTIONS[path[0]].model_fields
+        near = did_you_mean(key, [*names, "extends"])
         hint = f" Did you mean {homes[0]}?" if homes and (len(path) == 1 or not near) else near
         return f"unknown key.{hint}" if len(path) > 1 else f"unknown section {key!r}.{hint}"
     if kind == "model_type":

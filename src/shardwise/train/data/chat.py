@@ -112,17 +112,17 @@ class Chat:
         encoded = self.tokenizer(list(texts), add_special_tokens=adds, **options)
         found = zip(rows, encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
         return [
-            self._example(ids, offsets, wanted, ends=adds and not isinstance(row[PROMPT], list))
-            for (_, row), ids, offsets, wanted in found
+            self._example(ids, offsets, learned, ends=adds and not isinstance(row[PROMPT], list))
+            for (_, row), ids, offsets, learned in found
         ]
 
-    def _example(self, ids: list[int], offsets: Sequence[Any], wanted: Any, *, ends: bool) -> Example:
+    def _example(self, ids: list[int], offsets: Sequence[Any], learned: Any, *, ends: bool) -> Example:
         end = self.tokenizer.eos_token_id
-        if wanted is None:
+        if learned is None:
             spans = [(0, len(ids))]
         else:
             begins, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T
-            found = [np.flatnonzero((begins < last) & (stops > first) & (stops > begins)) for first, last in wanted]
+            found = [np.flatnonzero((begins < last) & (stops > first) & (stops > begins)) for first, last in learned]
             spans = [(int(places[0]), int(places[-1]) + 1) for places in found if places.size]
         if ends and end is not None:  # a text without template ends with the end-of-text token, which is learned
             if ids[-1:] == [end]:

@@ -100,12 +100,12 @@ class MixedSamples:
         """Return the number of learned tokens of these samples; ``None``: all, if all sources learn all tokens."""
         if all(part.num_targets(()) is None for part in self.parts):
             return None
-        own: list[list[int]] = [[] for _ in self.parts]
+        mine: list[list[int]] = [[] for _ in self.parts]
         for source, number in map(self.place, indices):
-            own[source].append(number)
-        counts = [part.num_targets(numbers) for part, numbers in zip(self.parts, own, strict=True)]
+            mine[source].append(number)
+        counts = [part.num_targets(numbers) for part, numbers in zip(self.parts, mine, strict=True)]
         return sum(
-            len(numbers) * self.seq_len if count is None else count for numbers, count in zip(own, counts, strict=True)
+            len(numbers) * self.seq_len if count is None else count for numbers, count in zip(mine, counts, strict=True)
         )
 
     def shares(self, indices: Sequence[int]) -> dict[str, tuple[float, float]]:

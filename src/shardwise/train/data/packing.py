@@ -113,10 +113,10 @@ def _best_fit(order: np.ndarray, lengths: np.ndarray, capacity: int) -> list[lis
             if not with_room[room]:
                 del with_room[room], rooms[index]
         rows[row].append(number)
-        left = room - length
-        if left:
-            if left not in with_room:
-                with_room[left] = []
-                bisect.insort(rooms, left)
-            with_room[left].append(row)
+        remaining = room - length
+        if remaining:
+            if remaining not in with_room:
+                with_room[remaining] = []
+                bisect.insort(rooms, remaining)
+            with_room[remaining].append(row)
     return rows

@@ -247,21 +247,21 @@ class DistributedSampler:
                 on every rank.
         """
         unread, size = self._positions, self.num_replicas
-        left = len(unread) * size if self.drop_last else self.num_samples - self._start
+        num_left = len(unread) * size if self.drop_last else self.num_samples - self._start
         num_given = self._num_given * size
         if consumed is None:
             consumed = num_given
         else:
             is_whole = self._num_given == len(unread)  # the last batch may be smaller, by an unknown number
-            if consumed < 0 or (consumed > num_given and not is_whole) or (consumed % size and consumed < left):
+            if consumed < 0 or (consumed > num_given and not is_whole) or (consumed % size and consumed < num_left):
                 raise ConfigError(
                     f"DistributedSampler.state_dict(consumed={consumed}): expected the samples that all {size} ranks"
                     f" together have trained with since this epoch began or was resumed, a multiple of {size}, and at"
-                    f" most the {min(num_given, left)} that this sampler has given.\n"
+                    f" most the {min(num_given, num_left)} that this sampler has given.\n"
                     "  Call state_dict(consumed=step * batch_size * sw.data_parallel_size(model)), where step counts"
                     " the batches of this loop over the loader."
                 )
-        position = self._start + min(consumed, left)
+        position = self._start + min(consumed, num_left)
         return {"epoch": self.epoch, "position": position, "seed": self.seed, "num_samples": self.num_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

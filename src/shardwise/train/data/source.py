@@ -290,11 +290,11 @@ def _tokens(name: str, files: Sequence[Path], checked: Sequence[Path], max_bytes
 
 def _text(name: str, files: Iterable[Path], limit: int | None) -> Source:
     file_sizes: dict[Path, int] = {}
-    left = limit or sys.maxsize
+    bytes_left = limit or sys.maxsize
     for file in files:
-        if left and (size := min(file.stat().st_size, left)):
+        if bytes_left and (size := min(file.stat().st_size, bytes_left)):
             file_sizes[file] = size
-            left -= size
+            bytes_left -= size
     if not file_sizes:
         raise DataError(f"{name}: the text is empty.\n  Name a source with text in it.")
     return Source(name, "text", tuple(file_sizes), tuple(file_sizes.values()), BYTE_VOCAB)
@@ -346,10 +346,10 @@ def _stdlib_files() -> list[Path]:
 def check_text(file: Path, length: int) -> None:
     """Refuse a text file whose first ``length`` bytes are not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    line, left = 1, length
+    line, bytes_left = 1, length
     with file.open("rb") as handle:
-        while left and (block := handle.read(min(_CHUNK, left))):
-            left -= len(block)
+        while bytes_left and (block := handle.read(min(_CHUNK, bytes_left))):
+            bytes_left -= len(block)
             try:
                 decoder.decode(block)
             except UnicodeDecodeError as error:
@@ -359,5 +359,5 @@ def check_text(file: Path, length: int) -> None:
                     "  Convert the file, or leave it out of data.source with a glob."
                 ) from None
             line += block.count(b"\n")
-    if left:
+    if bytes_left:
         raise DataError(f"{file}: shorter than it was a moment ago.\n  Do not change data while a run reads it.")

@@ -98,8 +98,8 @@ class IterableSampler(Sampler):
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, including that of an iterable with ``state_dict``."""
-        own = {"epoch": self._epoch, "state": self.data.state_dict()} if has_state(self.data) else None
-        return Sampler.state(self) | ({} if own is None else {"own": own})
+        data_state = {"epoch": self._epoch, "state": self.data.state_dict()} if has_state(self.data) else None
+        return Sampler.state(self) | ({} if data_state is None else {"own": data_state})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, on any number of ranks. An iterable without a state is read up to the position."""
@@ -110,9 +110,9 @@ class IterableSampler(Sampler):
         for _ in range(self.position):
             self._next()
 
-    def _load_own(self, own: Mapping[str, Any]) -> None:
-        self.data.load_state_dict(own["state"])
-        self._start(own["epoch"])
+    def _load_own(self, data_state: Mapping[str, Any]) -> None:
+        self.data.load_state_dict(data_state["state"])
+        self._start(data_state["epoch"])
 
 
 def has_state(data: Any) -> bool:
@@ -195,23 +195,23 @@ class StreamSampler(IterableSampler):
 
 def _prefetch(items: Iterator[Any]) -> Iterator[Any]:
     """Yield the same items; a thread computes each of them while the item before is used."""
-    made = _start_next(items)
+    future = _start_next(items)
     while True:
-        found, made = made.result(), _start_next(items)
+        found, future = future.result(), _start_next(items)
         yield found
 
 
 def _start_next(items: Iterator[Any]) -> Future[Any]:
-    made: Future[Any] = Future()
+    future: Future[Any] = Future()
 
     def make() -> None:
         try:
-            made.set_result(next(items))
+            future.set_result(next(items))
         except BaseException as error:  # noqa: BLE001  raised in the thread that needs the item
-            made.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=make, name="shardwise-window").start()  # an executor's thread would ignore the exit
-    return made
+    return future
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,17 +170,19 @@ class LoaderSampler(IterableSampler):
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint; ``own`` is this reader's part."""
-        own = {"batches": self._num_read, "epoch": self._epoch}
-        return Sampler.state(self) | {"own": own | ({"state": self.data.state_dict()} if has_state(self.data) else {})}
+        own: dict[str, Any] = {"batches": self._num_read, "epoch": self._epoch}
+        if has_state(self.data):
+            own["state"] = self.data.state_dict()
+        return Sampler.state(self) | {"own": own}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, with the loader's own state or by reading and dropping the earlier batches."""
         Sampler.load_state(self, state)
-        own = state["own"]
-        if "state" in own and has_state(self.data):
-            self._num_read = own["batches"]
-            self._call("did not continue", lambda: self._load_own(own))
-        while self._num_read < own["batches"]:
+        reader_state = state["own"]
+        if "state" in reader_state and has_state(self.data):
+            self._num_read = reader_state["batches"]
+            self._call("did not continue", lambda: self._load_own(reader_state))
+        while self._num_read < reader_state["batches"]:
             self.next_batch()
 
 

@@ -228,7 +228,7 @@ class Report:
             progress.say(f"  predicted        n/a  {found.reason}")
         else:
             progress.say(f"  predicted  {found.seconds * 1e3:>6,.0f} ms  {found.reason}")
-        for text in odd_sizes(found.made) if found.made is not None else ():
+        for text in odd_sizes(found.estimate) if found.estimate is not None else ():
             progress.say(f"  {text}")
         if speed.step_time_s is not None:
             ratio = "" if not found.seconds else f"  {speed.step_time_s / found.seconds:.2f} of the prediction"

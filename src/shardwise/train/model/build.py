@@ -265,11 +265,11 @@ def num_states(section: OptimizerSection, factory: OptimizerFactory) -> float:
     matrix, vector = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))
     matrix.grad, vector.grad = torch.zeros(64, 64), torch.zeros(64)
     try:
-        made = build_optimizer(section, [{"params": [matrix]}, {"params": [vector], "weight_decay": 0.0}], factory)
-        made.step()
+        optimizer = build_optimizer(section, [{"params": [matrix]}, {"params": [vector], "weight_decay": 0.0}], factory)
+        optimizer.step()
     except Exception:  # noqa: BLE001 - the user's code may need more than this
         return 2
-    states = [each for each in tree_leaves(made.state[matrix]) if isinstance(each, Tensor) and each.dim()]
+    states = [each for each in tree_leaves(optimizer.state[matrix]) if isinstance(each, Tensor) and each.dim()]
     return sum(each.nbytes for each in states) / matrix.nbytes
 
 

@@ -41,8 +41,8 @@ def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = T
             "  Name layers by the ends of their names, such as [q_proj, v_proj], or leave targets out: all linear ones."
         ) from None
     ends = {name for path, layer in model.named_modules() if hasattr(layer, "base_layer") for name in _last_parts(path)}
-    named = section.targets if isinstance(section.targets, list | tuple) else ()
-    if lost := [name for name in named if name not in ends]:
+    targets = section.targets if isinstance(section.targets, list | tuple) else ()
+    if lost := [name for name in targets if name not in ends]:
         raise ConfigError(
             f"lora.targets={section.targets!r}: no layer's name ends in {printable(lost[0])!r} (stacked experts are a"
             " parameter, which gets no adapter).\n  Leave it out, or leave targets out: all linear layers."

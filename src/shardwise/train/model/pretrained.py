@@ -134,14 +134,14 @@ def _kind(folder: Path, *, of_any_task: bool) -> Any:
         raise ConfigError("a Hugging Face folder needs the transformers package.\n  Install shardwise[hf].") from None
     try:
         name = read_architecture(folder)
-        named: Any = getattr(transformers, name, None)
-        is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
-        is_model = is_model and named.forward is not nn.Module.forward
+        cls: Any = getattr(transformers, name, None)
+        is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+        is_model = is_model and cls.forward is not nn.Module.forward
         try:
             auto = getattr(transformers, f"AutoModelFor{CLASSES[read_language_model(folder).task.name]}")
         except NotTrainedError:  # images, speech, multimodal
             if of_any_task and is_model:
-                return named
+                return cls
             if of_any_task:
                 raise NotTrainedError(f"this version of transformers has no model {name!r}") from None
             raise
@@ -149,8 +149,8 @@ def _kind(folder: Path, *, of_any_task: bool) -> Any:
         raise ConfigError(
             f"the model in {printable(folder)} cannot be loaded: {error}.\n  Name another folder."
         ) from None
-    is_half = of_any_task and is_model and named.config_class not in auto._model_mapping  # noqa: SLF001 - an encoder
-    return named if is_half else auto
+    is_half = of_any_task and is_model and cls.config_class not in auto._model_mapping  # noqa: SLF001 - an encoder
+    return cls if is_half else auto
 
 
 def _read_config(folder: Path) -> Any:

@@ -27,7 +27,7 @@ class PredictedStep(NamedTuple):
 
     seconds: float | None  # ``None`` if the planner does not know the device, the model, or an option of the plan
     reason: str  # the device of the prediction, or why there is none
-    made: Estimate | None = None  # the full prediction
+    estimate: Estimate | None = None  # the full prediction
 
 
 def predict_step(resolved: RunConfig, device: torch.device, world_size: int) -> PredictedStep:
@@ -36,11 +36,11 @@ def predict_step(resolved: RunConfig, device: torch.device, world_size: int) -> 
         gpu = resolved.config.log.hardware or _known_device(device)
         cluster = Cluster(gpu=gpu, num_gpus=world_size, gpus_per_node=read_world().ranks_per_machine or world_size)
         shape = shape_of(resolved)
-        made = estimate(shape, resolved.plan, cluster, workload_of(resolved, shape))
+        result = estimate(shape, resolved.plan, cluster, workload_of(resolved, shape))
     except ShardwiseError as error:
         return PredictedStep(None, first_line(error))
-    name = made.cluster.device.name
-    return PredictedStep(made.step_time_s, f"{name}: {made.reason}" if made.fits else name, made)
+    name = result.cluster.device.name
+    return PredictedStep(result.step_time_s, f"{name}: {result.reason}" if result.fits else name, result)
 
 
 def _known_device(device: torch.device) -> str:
@@ -73,17 +73,17 @@ def _memory(resolved: RunConfig, device_type: str) -> dict[str, Any]:
 
 def _time(step: PredictedStep) -> dict[str, Any]:
     """Return seconds by category, and the streams' activity: ``spans`` of stream, begin, end, unit."""
-    made = step.made
-    if made is None:
+    found = step.estimate
+    if found is None:
         return {"reason": step.reason}
     values = {
-        "device": made.cluster.device.name,
-        "step_time_s": made.step_time_s,
-        "by_category": dict(made.time.by_category),
-        "sent_bytes": sum(made.time.sent_bytes.values()) or None,  # unknown on a calibrated machine
+        "device": found.cluster.device.name,
+        "step_time_s": found.step_time_s,
+        "by_category": dict(found.time.by_category),
+        "sent_bytes": sum(found.time.sent_bytes.values()) or None,  # unknown on a calibrated machine
     }
     try:
-        drawn = simulated(made)
+        drawn = simulated(found)
     except (ShardwiseError, ArithmeticError, LookupError) as error:
         return values | {"reason": first_line(error)}
     if not isinstance(drawn, SimulatedStep):

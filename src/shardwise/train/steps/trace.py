@@ -21,9 +21,9 @@ class StepTrace:
     The history of a GPU's allocator is also written if a step fails, for example because memory runs out.
     """
 
-    def __init__(self, wanted: range, device: torch.device, path: Path, rank: int) -> None:
+    def __init__(self, steps: range, device: torch.device, path: Path, rank: int) -> None:
         """Set the steps to profile, all of which must be made, and the file to write."""
-        self._wanted, self._device, self._path, self._rank = wanted, device, path, rank
+        self._wanted, self._device, self._path, self._rank = steps, device, path, rank
         self._profile: StepProfile | None = None
         self._memory = path.with_name(f"memory-{path.stem}.pickle")
         self._open = contextlib.ExitStack()
