@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.planner.memory import Accounting
+from shardwise.planner.model_states import Parameters, Rules, Runs, States, Unit, merged_runs
 from shardwise.planner.stage import Chain
-from shardwise.planner.states import Parameters, Rules, Runs, States, Unit, merged_runs
 from shardwise.spec.memory.footprint import Footprint
 from shardwise.spec.placement import Placements
 

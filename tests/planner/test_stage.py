@@ -40,12 +40,12 @@ def test_ranks_hold_embedding_head_and_microbatches_as_the_schedules_say():
     assert not last.has_embedding
     assert not last.has_head
     (alone,) = stages(Chain((8,), (10,), 5), 1, None, 8)
-    assert (alone.blocks, [at.held for at in alone.passes]) == ((8,), [(1,)])
+    assert (alone.blocks, [at.num_stored for at in alone.passes]) == ((8,), [(1,)])
 
 
 def held_at(schedule, rank, num_microbatches=8, pp=4):
     return [
-        (at.kind, at.stage, at.held, at.waiting, at.has_sums)
+        (at.kind, at.stage, at.num_stored, at.waiting, at.has_sums)
         for at in fullest_passes(schedule, pp, num_microbatches, PipelinePolicy(schedule).virtual_stages, rank)
     ]
 

@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.planner.states import Parameters, Rules, _footprint, _Run, merged_runs, states
+from shardwise.planner.model_states import Parameters, Rules, _footprint, _Run, merged_runs, states
 from shardwise.spec.placement import PRESETS
 
 ROWS = ["ddp", "zero1", "zero2", "shard_grad_op", "zero3"]

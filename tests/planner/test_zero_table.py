@@ -8,7 +8,7 @@ import pytest
 
 from bench.accounting import ZERO
 from bench.published import TABLE
-from shardwise.planner.states import Parameters, Rules
+from shardwise.planner.model_states import Parameters, Rules
 from shardwise.spec.placement import PRESETS
 
 with (TABLE.parent / "zero_table1.csv").open(encoding="utf-8") as file:

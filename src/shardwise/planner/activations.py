@@ -194,8 +194,8 @@ def head_saved(unit: UnitWork, around: Around) -> HeadSaved:
         # The logits of a chunk are about as large as the hidden states. Gradients of hidden states and of the weight
         # are computed in forward and stored until backward.
         hidden = around.stream(unit) / item
-        held = item * (hidden + logits / around.tokens(unit) * around.hidden)
-        return HeadSaved(kept, held, (item + 8) * hidden + held, held)
+        logit_bytes = item * (hidden + logits / around.tokens(unit) * around.hidden)
+        return HeadSaved(kept, logit_bytes, (item + 8) * hidden + logit_bytes, logit_bytes)
     if around.tp > 1:
         return HeadSaved(kept, 4 * logits, (item + 4) * logits, (8 + (item if item == 2 else 0)) * logits)
     wide = 0 if item == 4 else 4

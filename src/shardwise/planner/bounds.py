@@ -39,7 +39,7 @@ class MemoryBound:
         self._is_gpu = cluster.device.device_type != "cpu"
         self._num_layers = max(shape.num_layers, 1)
         self._work: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._held: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._state_bytes: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
     def __call__(self, candidate: Candidate) -> float:
         """The lower bound in bytes."""
@@ -54,18 +54,18 @@ class MemoryBound:
             *(candidate.layout, candidate.strategy, candidate.accumulation == 1),
             *(candidate.offload, candidate.in_backward, candidate.releases_units),
         )
-        if key not in self._held:
+        if key not in self._state_bytes:
             is_lora = self._workload.lora_rank is not None
-            self._held[key] = (self._frozen(candidate), 0.0, 0.0) if is_lora else self._states(candidate)
-        state, gradient, whole = self._held[key]
-        held = state + whole + unit + inputs
+            self._state_bytes[key] = (self._frozen(candidate), 0.0, 0.0) if is_lora else self._states(candidate)
+        state, gradient, whole = self._state_bytes[key]
+        num_bytes = state + whole + unit + inputs
         if candidate.accumulation > (1 if candidate.layout.pp == 1 else candidate.layout.pp * candidate.virtual_stages):
-            held += gradient
+            num_bytes += gradient
         else:  # no sums of earlier microbatches exist at the peak of activations
-            held = max(held, state + gradient + whole * (not placements.shards_parameters))
+            num_bytes = max(num_bytes, state + gradient + whole * (not placements.shards_parameters))
         if not self._is_gpu:
-            return held
-        return (1 + FRAGMENTS) * held + WORKSPACE + CONTEXT + COMMUNICATOR
+            return num_bytes
+        return (1 + FRAGMENTS) * num_bytes + WORKSPACE + CONTEXT + COMMUNICATOR
 
     def _offloads(self, candidate: Candidate) -> bool:
         return self._is_on_host or candidate.offload != "none"
@@ -77,8 +77,8 @@ class MemoryBound:
         count /= layout.tp * layout.pp * layout.ep
         if is_whole(candidate):
             return count * self._frozen_item
-        is_held = placements.shards_parameters and not self._offloads(candidate)
-        return count * self._frozen_item / (layout.dp_shard * layout.cp) if is_held else 0.0
+        is_sharded = placements.shards_parameters and not self._offloads(candidate)
+        return count * self._frozen_item / (layout.dp_shard * layout.cp) if is_sharded else 0.0
 
     def _states(self, candidate: Candidate) -> tuple[float, float, float]:
         """Bytes of masters and optimizer state, of gradients, and of parameters in the products' dtype."""
@@ -117,9 +117,9 @@ class MemoryBound:
         if candidate.offloads_activations:
             return block, 0.0
         stages = layout.pp * candidate.virtual_stages
-        held = candidate.virtual_stages * (self._num_layers // stages) / self._num_layers
+        share = candidate.virtual_stages * (self._num_layers // stages) / self._num_layers
         flight = min(layout.pp, candidate.accumulation) if layout.pp > 1 else 1
-        return block, _CERTAIN * kept * held * flight
+        return block, _CERTAIN * kept * share * flight
 
 
 #: Fraction of the saved bytes in ``cost.work`` that is saved in every case.

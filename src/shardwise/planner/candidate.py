@@ -116,14 +116,14 @@ def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
         if name not in known:
             hint = did_you_mean(name, known) or f" Fields are: {', '.join(known)}."
             raise ConfigError(f"{name!r} cannot be fixed: it is not a field of a plan.\n {hint}")
-    held = dict(fixed)
-    if isinstance(strategy := held.get("strategy"), str):
-        held["strategy"] = canonical_name(strategy)
-    if held.get("activation_checkpointing") in RECOMPUTE:
-        held.setdefault("recompute", held.pop("activation_checkpointing"))
-    elif "activation_checkpointing" in held:  # a policy by modules: its savings depend on the modules
-        held.setdefault("recompute", "full")
-    if isinstance(wanted := held.get("recompute", "none"), int):
+    fields = dict(fixed)
+    if isinstance(strategy := fields.get("strategy"), str):
+        fields["strategy"] = canonical_name(strategy)
+    if fields.get("activation_checkpointing") in RECOMPUTE:
+        fields.setdefault("recompute", fields.pop("activation_checkpointing"))
+    elif "activation_checkpointing" in fields:  # a policy by modules: its savings depend on the modules
+        fields.setdefault("recompute", "full")
+    if isinstance(wanted := fields.get("recompute", "none"), int):
         raise ConfigError(
             f"recompute={wanted} cannot be fixed: the search tries {', '.join(RECOMPUTE)}.\n"
             "  Fix one of these. sw.planner.estimate tells what a plan needs that recomputes a number of blocks:"
@@ -131,12 +131,12 @@ def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
         )
     if wanted not in RECOMPUTE:
         recompute_policy(wanted)  # refuses it
-    if (pipeline := held.pop("pipeline", None)) is not None:
+    if (pipeline := fields.pop("pipeline", None)) is not None:
         policy = pipeline_policy(pipeline)
-        held.setdefault("schedule", policy.schedule)
+        fields.setdefault("schedule", policy.schedule)
         if policy.num_microbatches is not None:
-            held.setdefault("accumulation_steps", policy.num_microbatches)
-    return held
+            fields.setdefault("accumulation_steps", policy.num_microbatches)
+    return fields
 
 
 def microbatches(layout: Layout, workload: Workload, fixed: Mapping[str, Any]) -> Iterator[tuple[int, int]]:

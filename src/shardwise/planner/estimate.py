@@ -97,7 +97,7 @@ def estimate(
     return Estimate.of(shape, plan, cluster, workload, software)
 
 
-def check_positions(shape: ModelShape, tokens: int, given: str, option: str) -> None:
+def check_positions(shape: ModelShape, tokens: int, setting: str, option: str) -> None:
     """Refuse sequences longer than the learned positions; rotary and relative positions have no such limit.
 
     ``given`` is the setting with its value and ``option`` the setting up to its value, for the message.
@@ -107,7 +107,7 @@ def check_positions(shape: ModelShape, tokens: int, given: str, option: str) -> 
     """
     if getattr(shape, "family", "") in _LEARNED and tokens > shape.seq_len:
         raise ConfigError(
-            f"{given}: {shape.name} has {shape.seq_len:,} learned positions.\n  Set {option}{shape.seq_len} or less."
+            f"{setting}: {shape.name} has {shape.seq_len:,} learned positions.\n  Set {option}{shape.seq_len} or less."
         )
 
 

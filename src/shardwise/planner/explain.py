@@ -119,8 +119,8 @@ def table_rows(plans: Sequence[Made]) -> list[Made]:
 
 def misfits(rows: Sequence[Planned]) -> str:
     """A sentence with the rows of a table that do not fit, and their memory; empty if all fit."""
-    held = [(title(made), made.memory.device_bytes / GIB) for made in rows if not made.fits]
-    shown = [f"{name} {size:,.{size < 100:d}f}" for name, size in held]
+    sizes = [(title(made), made.memory.device_bytes / GIB) for made in rows if not made.fits]
+    shown = [f"{name} {size:,.{size < 100:d}f}" for name, size in sizes]
     return f"Too much for a GPU, with all memory saved, in GiB: {', '.join(shown)}." if shown else ""
 
 

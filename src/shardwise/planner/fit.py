@@ -35,22 +35,22 @@ def first_fit(
     differ only in the GPU.
     """
     needed = {} if needed is None else needed
-    held, capacity = check_fixed(fixed), usable_bytes(cluster)
-    least_bytes = MemoryBound(shape, cluster, workload, held)
+    settings, capacity = check_fixed(fixed), usable_bytes(cluster)
+    least_bytes = MemoryBound(shape, cluster, workload, settings)
     found = []
-    for base in bases(shape, cluster, workload, held):
-        choices = savings(base, workload, held)
+    for base in bases(shape, cluster, workload, settings):
+        choices = savings(base, workload, settings)
         if choices and (states := least_bytes(choices[-1])) <= capacity:
             found.append((base.micro_batch, states, base))
     for _, _, base in sorted(found, key=lambda item: item[:2])[:_MOST_TRIED]:
-        every = savings(base, workload, held)
+        every = savings(base, workload, settings)
         on_device = [choice for choice in every if choice.offload == "none"]
         for choice in [choices[-1] for choices in (on_device, every) if choices]:
             if choice not in needed:
-                plan, chosen = choice.plan(workload, held), choice.workload(workload)
+                plan, chosen = choice.plan(workload, settings), choice.workload(workload)
                 needed[choice] = needed_bytes(estimate_memory(shape, plan, cluster, chosen), cluster)
             if needed[choice] <= capacity:
-                return estimate(shape, choice.plan(workload, held), cluster, choice.workload(workload))
+                return estimate(shape, choice.plan(workload, settings), cluster, choice.workload(workload))
     return None
 
 
@@ -62,7 +62,7 @@ def remedies(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Map
     """
     found = []
     for name, value in fixed.items():
-        others = {key: held for key, held in fixed.items() if key != name}
+        others = {key: value for key, value in fixed.items() if key != name}
         made = first_fit(shape, cluster, workload, others)
         if made is not None:
             found.append(Remedy(f"leave {name} open, which is fixed to {value}", made))
@@ -130,20 +130,20 @@ def scaled(shape: ModelShape, width: int) -> ModelShape:
     hidden = _multiple(shape.hidden * grow, head_dim)
     layers = max(1, round(shape.num_layers * grow))
 
-    def attention(held: Attention) -> Attention:
-        kv = width if held.kv_heads == held.heads else min(held.kv_heads, width)
+    def attention(block: Attention) -> Attention:
+        kv = width if block.kv_heads == block.heads else min(block.kv_heads, width)
         while width % kv:
             kv -= 1
-        return dataclasses.replace(held, heads=width, kv_heads=kv)
+        return dataclasses.replace(block, heads=width, kv_heads=kv)
 
-    def mlp(held: Mlp) -> Mlp:
-        return dataclasses.replace(held, ffn=_multiple(held.ffn * grow, head_dim))
+    def mlp(block: Mlp) -> Mlp:
+        return dataclasses.replace(block, ffn=_multiple(block.ffn * grow, head_dim))
 
-    def feed_forward(held: Mlp | Experts) -> Mlp | Experts:
-        if isinstance(held, Mlp):
-            return mlp(held)
-        shared = None if held.shared is None else mlp(held.shared)
-        return dataclasses.replace(held, mlp=mlp(held.mlp), shared=shared)
+    def feed_forward(block: Mlp | Experts) -> Mlp | Experts:
+        if isinstance(block, Mlp):
+            return mlp(block)
+        shared = None if block.shared is None else mlp(block.shared)
+        return dataclasses.replace(block, mlp=mlp(block.mlp), shared=shared)
 
     one: Block = dataclasses.replace(
         block,
@@ -185,8 +185,8 @@ def largest(
     alone = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 1, **check_fixed(fixed)}
     for strategy in strategies:
         for saving, allows in SAVINGS.items():
-            held = {**alone, "strategy": strategy}
-            yield Largest(strategy, saving, _largest(shape, cluster, workload, held, allows))
+            settings = {**alone, "strategy": strategy}
+            yield Largest(strategy, saving, _largest(shape, cluster, workload, settings, allows))
 
 
 def _largest(

@@ -11,9 +11,9 @@ from shardwise.cost.hardware import Cluster
 from shardwise.cost.work import UnitWork, hidden_matrices, item_bytes, model_work
 from shardwise.cost.workload import Workload
 from shardwise.planner.activations import Around, Saved, block_saved, head_saved, weight_terms
-from shardwise.planner.moments import CATEGORIES, Bytes, Part, Rank
+from shardwise.planner.memory_timeline import CATEGORIES, Bytes, Part, Rank
+from shardwise.planner.model_states import Parameters, Rules, Runs, States, Unit, owned_matrices, states
 from shardwise.planner.stage import Chain, Divide, Stage, stages
-from shardwise.planner.states import Parameters, Rules, Runs, States, Unit, held_matrices, states
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import WrapByClass
 from shardwise.spec.shape import Block, ModelShape
@@ -43,8 +43,8 @@ class Accounting:
     """Memory rules of another framework, by which its published measurements are predicted (``bench/accounting.py``).
 
     Attributes:
-        states: Function that returns a stage's memory on a rank, like :func:`planner.states.states`, and additional
-            bytes of the optimizer's step; ``None``: our engine's footprint.
+        states: Function that returns a stage's memory on a rank, like :func:`planner.model_states.states`, and
+            additional bytes of the optimizer's step; ``None``: our engine's footprint.
         is_fused: Element-wise operations are fused, so that autograd saves the tensors that Korthikanti et al. count.
         keeps_scores: Attention is not one kernel: the scores of every pair are saved.
         regathers: With sequence parallelism inputs of products are gathered again in backward instead of saved.
@@ -125,7 +125,7 @@ def memory_on(
     units = model_work(shape, plan, workload)
     ranks = [_on_rank(stage, units, inputs) for stage in _stages(inputs, units)]
     found = [(rank, list(rank.moments())) for rank in ranks]
-    rank, moments = max(found, key=lambda item: max(sum(held.values()) for _, held in item[1]))
+    rank, moments = max(found, key=lambda item: max(sum(by_category.values()) for _, by_category in item[1]))
     num_logits = units[-1].inner_bytes / item_bytes(workload) if rank.stage.has_head else 0.0
     return _estimate(rank, moments, inputs, num_logits)
 
@@ -224,7 +224,7 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], inputs: _Inputs) -> Rank
     )
     if accounting.states is None:
         found = states(root, runs, rules)
-        update = _MUON_BYTES * sum(count * held_matrices(unit, rules) for count, unit in runs)
+        update = _MUON_BYTES * sum(count * owned_matrices(unit, rules) for count, unit in runs)
     else:
         found, update = accounting.states(root, runs, rules)
     around = Around.of(shape, plan, workload)
@@ -335,8 +335,8 @@ def _merged(saved: Saved, blocks: int) -> Saved:
 
 def _estimate(rank: Rank, moments: list[tuple[str, Bytes]], inputs: _Inputs, num_logits: float) -> MemoryEstimate:
     plan, accounting = inputs.plan, inputs.accounting
-    peak, held = max(moments, key=lambda moment: sum(moment[1].values()))
-    by_category = {name: int(held[name]) for name in CATEGORIES}
+    peak, at_peak = max(moments, key=lambda moment: sum(moment[1].values()))
+    by_category = {name: int(at_peak[name]) for name in CATEGORIES}
     by_category["reduce"] += accounting.bucket_bytes
     allocated = sum(by_category.values())
     first = max(sum(bytes_.values()) - (bytes_["optimizer"] if name != "optimizer" else 0) for name, bytes_ in moments)
@@ -354,7 +354,7 @@ def _estimate(rank: Rank, moments: list[tuple[str, Bytes]], inputs: _Inputs, num
         reserved_bytes=reserved,
         device_bytes=device,
         by_category=by_category,
-        host_bytes=rank.states.footprint.host + int(rank.away_bytes),
+        host_bytes=rank.states.footprint.host + int(rank.offloaded_bytes),
         timeline=tuple((name, {key: int(value) for key, value in bytes_.items()}) for name, bytes_ in moments),
         first_step_bytes=int(first),
         peak=peak,

@@ -69,8 +69,8 @@ class Planned:
 
     def again(self, **changes: Any) -> Self:
         """Estimate again, with some fields replaced."""
-        held = dataclasses.replace(self, **changes)
-        return self.of(held.shape, held.plan, held.cluster, held.workload, held.software)
+        new = dataclasses.replace(self, **changes)
+        return self.of(new.shape, new.plan, new.cluster, new.workload, new.software)
 
     @property
     def fits(self) -> bool:
@@ -91,7 +91,7 @@ class Planned:
             return f"a step spends its time on {', '.join(shown)}"
         capacity = self.cluster.device.memory_bytes
         parts = sorted(self.memory.by_category.items(), key=lambda item: -item[1])
-        shown = [f"{name} {held / GIB:.1f} GiB" for name, held in parts if held > 0][:3]
+        shown = [f"{name} {size / GIB:.1f} GiB" for name, size in parts if size > 0][:3]
         needed = f"{self.memory.device_bytes / GIB:.1f} GiB of a device's {capacity / GIB:.1f} GiB"
         if self.memory.device_bytes <= capacity:
             return f"needs {self.memory.host_bytes / GIB:,.0f} GiB of its host's memory for each rank"

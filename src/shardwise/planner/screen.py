@@ -103,14 +103,14 @@ def cells(plans: Sequence[Planned]) -> list[list[str]]:
 def memory_bars(made: Planned) -> list[str]:
     """A bar for each category of the device's memory."""
     capacity = made.cluster.device.memory_bytes
-    parts = {name: held for name, held in made.memory.by_category.items() if held > 0}
+    parts = {name: size for name, size in made.memory.by_category.items() if size > 0}
     parts["beside tensors"] = made.memory.device_bytes - made.memory.allocated_bytes
     parts["free"] = capacity - made.memory.device_bytes
     whole = max(capacity, made.memory.device_bytes)
     lines = []
-    for name, held in parts.items():
-        bar = ("." if name == "free" else "\N{FULL BLOCK}") * round(_BAR * max(held, 0) / whole)
-        shown = "<0.1" if 0 < held < GIB / 20 else f"{held / GIB:.1f}"
+    for name, size in parts.items():
+        bar = ("." if name == "free" else "\N{FULL BLOCK}") * round(_BAR * max(size, 0) / whole)
+        shown = "<0.1" if 0 < size < GIB / 20 else f"{size / GIB:.1f}"
         lines.append(f"  {name:<15}{shown:>7}  {bar}".rstrip())
     if made.memory.host_bytes:
         lines.append(f"  {'host':<15}{made.memory.host_bytes / GIB:>7.1f}  of each rank, in the host's memory")
@@ -188,8 +188,8 @@ def largest_page(shape: ModelShape, cluster: Cluster, workload: Workload, found:
     savings = list(dict.fromkeys(each.saving for each in found))
     rows = [["strategy", *savings]]
     for strategy in dict.fromkeys(each.strategy for each in found):
-        held = {each.saving: each.plan for each in found if each.strategy == strategy}
-        rows.append([strategy, *(_model(held[saving]) for saving in savings)])
+        by_saving = {each.saving: each.plan for each in found if each.strategy == strategy}
+        rows.append([strategy, *(_model(by_saving[saving]) for saving in savings)])
     return [
         f"largest models of {shape.name}'s proportions on {cluster.num_gpus} x {cluster.gpu}",
         "parameters (layers x hidden); data parallelism alone, unless --fix says more",
@@ -280,6 +280,6 @@ def plan_fields_of(plan: ParallelPlan) -> dict[str, Any]:
         if name == "mp_policy":
             fields[name] = plan.precision.as_dict() if plan.precision != FULL_PRECISION else None
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            held = changed_fields(value).items()
-            fields[name] = {key: list(each) if isinstance(each, tuple) else each for key, each in held}
+            items = changed_fields(value).items()
+            fields[name] = {key: list(each) if isinstance(each, tuple) else each for key, each in items}
     return fields

@@ -224,9 +224,9 @@ class _Search:
             self._limits[key] = [], []
         fitting, failing = self._limits[key]
         micro = candidate.micro_batch
-        if any(other >= micro and held <= capacity for other, held in fitting):
+        if any(other >= micro and num_bytes <= capacity for other, num_bytes in fitting):
             return True
-        if any(other <= micro and held > capacity for other, held in failing):
+        if any(other <= micro and num_bytes > capacity for other, num_bytes in failing):
             return False
         if candidate not in self._bytes:
             self._bytes[candidate] = needed_bytes(self._memory(candidate), self.cluster)
@@ -241,8 +241,8 @@ def _plain(candidate: Candidate) -> Candidate:
 
 
 def _nothing_legal(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: dict[str, Any]) -> str:
-    given = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
-    what = f" with {given}" if given else ""
+    settings = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
+    what = f" with {settings}" if settings else ""
     reasons = why_none(shape, cluster, workload, fixed)
     if reasons:
         return f"no plan for {shape.name} on {cluster.num_gpus} GPUs is legal{what}:\n  " + ";\n  ".join(reasons) + "."

@@ -21,7 +21,7 @@ class Pass(NamedTuple):
     Attributes:
         kind: The full backward, or its input or weight pass.
         stage: Number of the stage among the stages of its rank.
-        held: For each stage of the rank, microbatches with stored activations.
+        num_stored: For each stage of the rank, microbatches with stored activations.
         waiting: For each stage of the rank, microbatches between their input pass and the end of their weight pass.
         has_sums: Gradients of earlier microbatches exist. An input pass allocates the buffers of all gradients.
         is_middle: The microbatch is neither the first nor the last.
@@ -29,14 +29,14 @@ class Pass(NamedTuple):
 
     kind: Kind
     stage: int
-    held: tuple[int, ...]
+    num_stored: tuple[int, ...]
     waiting: tuple[int, ...]
     has_sums: bool
     is_middle: bool
 
     def is_below(self, other: Pass) -> bool:
         """Whether no memory is larger than during ``other``."""
-        mine, others = ((*at.held, *at.waiting, at.has_sums, at.is_middle) for at in (self, other))
+        mine, others = ((*at.num_stored, *at.waiting, at.has_sums, at.is_middle) for at in (self, other))
         return self[:2] == other[:2] and all(map(operator.le, mine, others))
 
 
@@ -102,8 +102,8 @@ def stages(
     for rank in sorted({0, 1, pp - 2, pp - 1}):
         own = [stage for stage, owner in enumerate(ranks) if owner == rank]
         shares = tuple(split[stage] for stage in own)
-        held = fullest_passes(policy.schedule, pp, num_microbatches, virtual, rank)
-        found.append(Stage(rank, shares, has_embedding=0 in own, has_head=num_stages - 1 in own, passes=held))
+        passes = fullest_passes(policy.schedule, pp, num_microbatches, virtual, rank)
+        found.append(Stage(rank, shares, has_embedding=0 in own, has_head=num_stages - 1 in own, passes=passes))
     return tuple(found)
 
 
@@ -113,17 +113,17 @@ def fullest_passes(schedule: str, pp: int, num_microbatches: int, virtual: int, 
     walked = min(num_microbatches, 3 * pp)
     plan = computations(schedule, pp, walked, virtual)
     own = plan.stages(rank)
-    held = [num_microbatches - walked if schedule == "gpipe" else 0] * virtual
+    num_stored = [num_microbatches - walked if schedule == "gpipe" else 0] * virtual
     waiting, has_sums = [0] * virtual, False
     found: dict[Pass, None] = {}
     for action in plan.actions[rank]:
         stage, kind = own.index(action.stage), action.kind
         if kind is Kind.FORWARD:
-            held[stage] += 1
+            num_stored[stage] += 1
             continue
         is_middle = 0 < action.microbatch < walked - 1
-        found[Pass(kind, stage, tuple(held), tuple(waiting), has_sums, is_middle)] = None
-        held[stage] -= kind.gives_input_gradient
+        found[Pass(kind, stage, tuple(num_stored), tuple(waiting), has_sums, is_middle)] = None
+        num_stored[stage] -= kind.gives_input_gradient
         waiting[stage] += (kind is Kind.BACKWARD_INPUT) - (kind is Kind.BACKWARD_WEIGHT)
         has_sums = True
     return tuple(one for one in found if not any(one is not more and one.is_below(more) for more in found))
@@ -139,8 +139,8 @@ def stage_blocks(chain: Chain, num_stages: int) -> tuple[tuple[int, ...], ...]:
     starts = balance([chain.embedding_cost, *(chain.costs[run] for run in runs), *ends], num_stages)
     found = []
     for start, stop in itertools.pairwise([*starts, len(runs) + 1]):
-        held = runs[max(start - 1, 0) : max(stop - 1, 0)]
-        found.append(tuple(held.count(run) for run in range(len(chain.counts))))
+        blocks = runs[max(start - 1, 0) : max(stop - 1, 0)]
+        found.append(tuple(blocks.count(run) for run in range(len(chain.counts))))
     return tuple(found)
 
 

@@ -162,7 +162,8 @@ class Timing:
         selective = spent.elementwise_s + self.software.selective_products * spent.products_s
         again = {"none": 0.0, "selective": selective, "full": spent.forward_s}[recomputes]
         if self.num_microbatches > 1 and self.adds_gradients:  # sums over microbatches are read and written in fp32
-            again += copy_seconds(8 * self._held(work, is_sharded=self._accumulation == "sharded"), self.cluster.device)
+            sum_bytes = 8 * self._numel(work, is_sharded=self._accumulation == "sharded")
+            again += copy_seconds(sum_bytes, self.cluster.device)
         ahead = self._exchanges(work, is_forward=True)
         back = self._exchanges(work, is_forward=False)
         gather, reduce, replicate = ((), (), ()) if self.is_waited_for else self._transfers(work)
@@ -202,8 +203,8 @@ class Timing:
             if trained and link.kind_size > 1:
                 reduces.append(Transfer(link.seconds(kind, grad * trained)))
             if trained and replicate.kind_size > 1:
-                held = trained / link.kind_size if placements.shards_optimizer else trained
-                sums.append(Transfer(replicate.seconds("all_reduce", grad * held)))
+                share = trained / link.kind_size if placements.shards_optimizer else trained
+                sums.append(Transfer(replicate.seconds("all_reduce", grad * share)))
         return tuple(gathers), tuple(reduces), tuple(sums)
 
     def _kept_gathers(self, work: UnitWork) -> tuple[Transfer, ...]:
@@ -240,7 +241,7 @@ class Timing:
         """Seconds of the copy of a unit's master, or of its gradients, between host and device."""
         if self.plan.offload is None:
             return 0.0
-        return 4 * self._held(work, is_sharded=True) / self.cluster.device.host_bandwidth
+        return 4 * self._numel(work, is_sharded=True) / self.cluster.device.host_bandwidth
 
     def _away_s(self, work: UnitWork, recomputes: str) -> float:
         """Seconds of the copy of a block's activations to the host, or back."""
@@ -249,20 +250,20 @@ class Timing:
             return 0.0
         return work.kept_bytes(recomputes) / policy.every / self.cluster.device.host_bandwidth
 
-    def _held(self, work: UnitWork, *, is_sharded: bool) -> float:
+    def _numel(self, work: UnitWork, *, is_sharded: bool) -> float:
         """Trained parameters of a unit on a rank."""
         groups = self._groups(work, self.links["dp_shard"])
         return sum(trained / (link.kind_size if is_sharded else 1) for _, trained, link in groups)
 
     def optimizer_s(self, work: UnitWork) -> float:
         """Seconds of the optimizer's step on a rank's part of a unit: reads and writes masters, states, gradients."""
-        held = self._held(work, is_sharded=self.plan.placements.shards_optimizer)
+        numel = self._numel(work, is_sharded=self.plan.placements.shards_optimizer)
         tensors = 3 + 2 * self.workload.optimizer_tensors  # gradient and master, and each state read and written
         if self.workload.optimizer == "muon" and work not in {self.works[0], self.works[-1]}:
             tensors -= 1  # matrices have one state less, and exchanged copies in 16 bit are written and read
         if self.plan.offload is not None:
-            return 4 * tensors * held / HOST_UPDATE
-        return copy_seconds(4 * tensors * held, self.cluster.device)
+            return 4 * tensors * numel / HOST_UPDATE
+        return copy_seconds(4 * tensors * numel, self.cluster.device)
 
     @functools.cached_property
     def _exchanged_bytes(self) -> tuple[float, float]:
@@ -517,15 +518,15 @@ class Timing:
         """Bytes that a rank sends in a step, by axis (planner.md, *Traffic*)."""
         placements, m, item = self.plan.placements, self.num_microbatches, item_bytes(self.workload)
         shard, replicate = self.links["dp_shard"].kind_size, self.links["dp_replicate"].kind_size
-        held = sum(work.count * work.num_parameters for work in self.works) / self.plan.pp
+        numel = sum(work.count * work.num_parameters for work in self.works) / self.plan.pp
         trained = sum(work.count * work.num_trained for work in self.works) / self.plan.pp
         grad = self._gradient_bytes
         part = (shard - 1) / shard
         gathers = 0.0
         if placements.shards_parameters:
-            gathers = item * held * self._times_gathered(part)
+            gathers = item * numel * self._times_gathered(part)
         elif placements.shards_optimizer:
-            gathers = item * held * part
+            gathers = item * numel * part
         reductions = 1 if self._accumulation == "unsharded" else m
         reduces = grad * trained * part * reductions * (1 if placements.shards_optimizer else 2)
         sent = {"dp_shard": gathers + reduces}

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.planner.activations import HeadSaved, Saved
+from shardwise.planner.model_states import Rules, States, Unit
 from shardwise.planner.stage import Pass, Stage
-from shardwise.planner.states import Rules, States, Unit
 from shardwise.spec.schedule.actions import Kind
 
 #: Categories of memory, in the order in which they are shown.
@@ -35,17 +35,17 @@ class Part:
     unit: Unit
     count: int
     saved: Saved
-    is_away: bool = False
+    is_offloaded: bool = False
 
     @property
     def kept(self) -> float:
         """Bytes on the device from a unit's forward to its backward."""
-        return 0.0 if self.is_away else self.saved.kept
+        return 0.0 if self.is_offloaded else self.saved.kept
 
     @property
-    def beside(self) -> float:
+    def neighbor_bytes(self) -> float:
         """Bytes of a neighbour's activations, which are copied to the host or back while a unit computes."""
-        return self.saved.kept if self.is_away else 0.0
+        return self.saved.kept if self.is_offloaded else 0.0
 
 
 def _output(parts: Sequence[Part]) -> float:
@@ -92,10 +92,10 @@ class Rank:
         yield "optimizer", update
 
     @property
-    def away_bytes(self) -> float:
+    def offloaded_bytes(self) -> float:
         """Bytes of activations on the host, of all microbatches that the rank stores at the same time."""
-        away = [sum(part.count * part.beside for part in parts) for parts in self.parts]
-        return max(sum(map(operator.mul, each.held, away)) for each in self.stage.passes)
+        offloaded = [sum(part.count * part.neighbor_bytes for part in parts) for parts in self.parts]
+        return max(sum(map(operator.mul, each.num_stored, offloaded)) for each in self.stage.passes)
 
     def _over_units(self, field: str) -> float:
         return self._over_blocks(field) + getattr(self.states.root, field)
@@ -115,12 +115,12 @@ class Rank:
         for number, (parts, head) in enumerate(zip(self.parts, self.heads, strict=True)):
             is_own = number == at.stage
             output = head.waits if head else _output(parts)
-            found += (at.held[number] - (is_own and not is_weight)) * (self._kept(number) + output)
+            found += (at.num_stored[number] - (is_own and not is_weight)) * (self._kept(number) + output)
             found += (at.waiting[number] - (is_own and is_weight)) * _terms(parts)
         own = self.parts[at.stage]
         if self.rules.is_pipeline and own:
             # The last offloaded unit of the newest forward is still on the device.
-            found += own[-1].beside if sum(at.held) > 1 else 0.0
+            found += own[-1].neighbor_bytes if sum(at.num_stored) > 1 else 0.0
             found += 2 * len(self.parts) * _output(own) if at.has_sums else 0.0  # messages being sent
         return found
 
@@ -172,14 +172,14 @@ class Rank:
         last = parts[-1] if parts else None
         live = root.gathered + (last.unit.gathered if shards and last else every) + inner
         output = last.saved.output if last else 0.0
-        beside = max((part.beside for part in parts), default=0.0)
-        own = beside if last and last.is_away else 0.0
-        yield "forward", self._moment(live, done, pooled, saved + others + beside + own + 2 * output)
+        neighbor_bytes = max((part.neighbor_bytes for part in parts), default=0.0)
+        own = neighbor_bytes if last and last.is_offloaded else 0.0
+        yield "forward", self._moment(live, done, pooled, saved + others + neighbor_bytes + own + 2 * output)
         waiting = 0.0
         of_root = root.gradients / max(self.stage.has_embedding + self.stage.has_head, 1)
         if head is not None:
             logits = max(head.forward, head.backward)
-            yield "loss", self._moment(live, done, pooled, saved + others + beside, logits)
+            yield "loss", self._moment(live, done, pooled, saved + others + neighbor_bytes, logits)
             waiting = of_root  # the head's, without the embedding's
         below = saved - (head.kept if head else 0.0) + others
         num_behind = 0
@@ -199,7 +199,7 @@ class Rank:
                     prefetched = ahead.gathered * min(rules.prefetch[1], place + index)
                 left = below - behind * part.kept  # activations of this unit and those before it
                 left += terms + behind * part.saved.terms
-                left += beside - part.kept  # without this unit's, but with those copied back for the next unit
+                left += neighbor_bytes - part.kept  # without this unit's, but with those copied back for the next unit
                 gradients, buffers = (a + b for a, b in zip((done + waiting, pooled), kept(unit, behind), strict=True))
                 gradients += is_late * (late + behind * unit.gradients)
                 name = f"backward of block {place + index}"
@@ -276,15 +276,15 @@ class Rank:
     def _moment(
         self, gathered: float, gradients: float, reduce: float, activations: float, logits: float = 0.0
     ) -> Bytes:
-        held = self.states.footprint
+        footprint = self.states.footprint
         if self.is_constant:
-            gathered, reduce, gradients = held.gathered, held.reduce, max(gradients, held.gradients)
+            gathered, reduce, gradients = footprint.gathered, footprint.reduce, max(gradients, footprint.gradients)
         elif activations:
             gathered += self.states.landing
         return {
-            "parameters": held.parameters,
+            "parameters": footprint.parameters,
             "gradients": gradients,
-            "optimizer": held.optimizer,
+            "optimizer": footprint.optimizer,
             "gathered": gathered,
             "reduce": reduce,
             "activations": activations,

@@ -179,15 +179,15 @@ def states(root: Parameters, runs: Runs, rules: Rules) -> States:
         few = max((run.count for run in placed), default=0)
     least = [min(run.count, few) for run in placed]
     ends = (root, of_root)
-    held = base = _footprint(ends, placed, least)
+    total = base = _footprint(ends, placed, least)
     for place, run in enumerate(placed):
         if run.count > few:
             fewer = [number - (index == place) for index, number in enumerate(least)]
-            held = _plus(held, base, _footprint(ends, placed, fewer), run.count - few)
+            total = _plus(total, base, _footprint(ends, placed, fewer), run.count - few)
     different = [ends, *((run.unit, run.rules) for run in placed)]
     groups = [group for number, (unit, how) in enumerate(different) for group in _groups(unit, how, unit=number)]
     return States(
-        footprint=held,
+        footprint=total,
         root=_unit(1, 0, root, of_root, depth=0),
         units=tuple(_unit(run.count, run.blocks, run.unit, run.rules, depth=1) for run in placed),
         landing=stage_bytes(groups, rank=0)
@@ -256,7 +256,7 @@ def merged_runs(root: Parameters, runs: Runs, rules: Rules) -> tuple[tuple[int, 
 def _footprint(root: tuple[Parameters, Rules], runs: Sequence[_Run], counts: Sequence[int]) -> Footprint:
     """The footprint of the root and of ``counts`` units of the runs."""
     rules = root[1]
-    held = footprint(
+    total = footprint(
         _every_group(root, runs, counts),
         rank=0,
         optimizer_tensors=rules.optimizer_tensors,
@@ -264,11 +264,11 @@ def _footprint(root: tuple[Parameters, Rules], runs: Sequence[_Run], counts: Seq
         **_reductions(rules),
     )
     for (unit, how), count in zip((root, *((run.unit, run.rules) for run in runs)), (1, *counts), strict=True):
-        spared = count * _MASTER_BYTES * held_matrices(unit, how)
+        spared = count * _MASTER_BYTES * owned_matrices(unit, how)
         is_offloaded = how.offload is not None and how.offload.covers(how.placements, is_trainable=True)
         category = "host" if is_offloaded else "optimizer"
-        held = replace(held, **{category: getattr(held, category) - spared})
-    return held
+        total = replace(total, **{category: getattr(total, category) - spared})
+    return total
 
 
 def _every_group(root: tuple[Parameters, Rules], runs: Sequence[_Run], counts: Sequence[int]) -> list[GroupFacts]:
@@ -296,11 +296,11 @@ def _received_bytes(groups: Sequence[GroupFacts], rules: Rules) -> int:
     plain = [replace(group, reduced_as=None) for group in groups]
     if not rules.receives and plain == list(groups):
         return 0
-    held = reduce_bytes(groups, rank=0, has_receive_buffers=rules.receives, **_reductions(rules))
-    return held - reduce_bytes(plain, rank=0, has_receive_buffers=False, **_reductions(rules))
+    total = reduce_bytes(groups, rank=0, has_receive_buffers=rules.receives, **_reductions(rules))
+    return total - reduce_bytes(plain, rank=0, has_receive_buffers=False, **_reductions(rules))
 
 
-def held_matrices(unit: Parameters, rules: Rules) -> int:
+def owned_matrices(unit: Parameters, rules: Rules) -> int:
     """Elements of hidden matrices of a unit that a rank updates."""
     ranks = rules.shard_size if rules.placements.shards_optimizer else 1
     return unit.matrices // ranks + unit.expert_matrices // max(ranks // rules.ep, 1)
@@ -361,11 +361,11 @@ def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool, 
     )
 
 
-def _plus(held: Footprint, more: Footprint, fewer: Footprint, count: int) -> Footprint:
+def _plus(base: Footprint, more: Footprint, fewer: Footprint, count: int) -> Footprint:
     """``held`` plus ``count`` times the bytes that one unit adds, ``more - fewer``."""
     return Footprint(
         **{
-            field.name: getattr(held, field.name) + count * (getattr(more, field.name) - getattr(fewer, field.name))
+            field.name: getattr(base, field.name) + count * (getattr(more, field.name) - getattr(fewer, field.name))
             for field in fields(Footprint)
         }
     )
@@ -383,9 +383,9 @@ def _unit(count: int, blocks: int, parameters: Parameters, rules: Rules, *, dept
         if rules.accumulation == "defer_replicate":
             waits += group.reduce_item_bytes * group.reduce_layout.slice_numel(0)
         if rules.accumulation != "defer_replicate" or group.has_separate_grad:
-            apart = 0 if group.is_offloaded else group.grad_bytes(0)
-            shard += apart if group.pools_gradients else 0
-            sums += 0 if group.pools_gradients else apart  # allocated together with the full-size buffer
+            grad_bytes = 0 if group.is_offloaded else group.grad_bytes(0)
+            shard += grad_bytes if group.pools_gradients else 0
+            sums += 0 if group.pools_gradients else grad_bytes  # allocated together with the full-size buffer
         full = group.reduce_item_bytes * group.reduce_layout.numel
         is_occupied = rules.accumulation == "sharded" and not group.has_separate_grad  # .grad has the sum so far
         buffer += full if group.pools_gradients or is_occupied else 0
