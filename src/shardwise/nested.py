@@ -26,15 +26,15 @@ def parts_of(value: object) -> Iterable[object] | None:
     if isinstance(value, (tuple, list, set)):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [held for _, held in _fields_of(value)]
+        return [each for _, each in _fields_of(value)]
     return None
 
 
 def _fields_of(value: Any) -> Iterator[tuple[dataclasses.Field[Any], object]]:
     """Yield the fields of a data class instance with values, without properties that may raise (transformers)."""
-    held = getattr(value, "__dict__", {})
+    attributes = getattr(value, "__dict__", {})
     for field in dataclasses.fields(value):
-        yield field, held[field.name] if field.name in held else getattr(value, field.name, None)
+        yield field, attributes[field.name] if field.name in attributes else getattr(value, field.name, None)
 
 
 def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -46,7 +46,7 @@ def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Mapping):
         return _replace_in_mapping(value, change)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = _changed({field.name: held for field, held in _fields_of(value) if field.init}, change)
+        changed = _changed({field.name: each for field, each in _fields_of(value) if field.init}, change)
         return dataclasses.replace(value, **changed) if changed else value
     return value
 

@@ -218,9 +218,9 @@ def backward_under_modes(outputs: Sequence[Tensor], gradients: Sequence[Tensor] 
     recomputation inside would then use different kernels than the forward.
     """
     keeps_graph = makes_graph = False
-    given = tuple(gradients) if gradients is not None else tuple(torch.ones_like(output) for output in outputs)
+    grad_outputs = tuple(gradients) if gradients is not None else tuple(torch.ones_like(output) for output in outputs)
     torch.autograd.Variable._execution_engine.run_backward(
-        tuple(outputs), given, keeps_graph, makes_graph, (), allow_unreachable=True, accumulate_grad=True
+        tuple(outputs), grad_outputs, keeps_graph, makes_graph, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
@@ -449,9 +449,9 @@ def memory_history(path: str) -> Iterator[None]:
 
 def schema_of(op: Any) -> tuple[str, list[tuple[str, bool, bool]]]:
     """Return an operator's name, and of each argument its name, whether it is aliased, and whether it is written."""
-    given = op._schema.arguments
+    arguments = op._schema.arguments
     return op._schema.name, [
-        (a.name, a.alias_info is not None, bool(a.alias_info and a.alias_info.is_write)) for a in given
+        (a.name, a.alias_info is not None, bool(a.alias_info and a.alias_info.is_write)) for a in arguments
     ]
 
 

@@ -72,8 +72,8 @@ def title(made: Planned) -> str:
     plan = made.plan
     axes = [f"{axis}{getattr(plan, axis)}" for axis in ("tp", "cp", "ep", "pp") if getattr(plan, axis) > 1]
     # Without data parallelism the title omits ddp.
-    is_alone = plan.dp_replicate * plan.dp_shard * plan.cp == 1 and plan.strategy == "ddp"
-    words = ([] if axes else ["one GPU"]) if is_alone else [str(plan.strategy)]
+    is_single_gpu = plan.dp_replicate * plan.dp_shard * plan.cp == 1 and plan.strategy == "ddp"
+    words = ([] if axes else ["one GPU"]) if is_single_gpu else [str(plan.strategy)]
     if plan.dp_replicate > 1:
         words.append(f"{plan.dp_replicate}x{plan.dp_shard * plan.cp}")
     words += axes

@@ -288,12 +288,12 @@ def strategies(layout: Layout, fixed: Mapping[str, object]) -> list[str]:
     is above 1, only hybrid strategies shard parameters, and ``ddp``, which needs no groups, is left out.
     """
     wanted = fixed.get("strategy")
-    is_alone = layout.dp_shard * layout.cp == 1
+    is_single_rank = layout.dp_shard * layout.cp == 1
     is_hybrid, offloads = layout.dp_replicate > 1, fixed.get("offload_policy", "cpu") not in ("none", None)
     found = [n for n in STRATEGIES if PRESETS[n].is_hybrid == is_hybrid]
-    if is_alone:
+    if is_single_rank:
         found = ["ddp", "zero3"] if offloads else ["ddp"]
-    if is_alone and layout.dp_replicate > 1:
+    if is_single_rank and layout.dp_replicate > 1:
         found = []
     elif layout.dp_replicate > 1:
         found += ["zero1", "zero2"]
@@ -301,8 +301,8 @@ def strategies(layout: Layout, fixed: Mapping[str, object]) -> list[str]:
         # In a pipeline zero3 also keeps units gathered for the step, and zero2 also has full sums of gradients.
         left_out = ("zero2", *(n for n in STRATEGIES if PRESETS[n].keeps_gathered)) if layout.pp > 1 else ()
         return [n for n in STRATEGIES if n in found and n not in left_out]
-    is_told = "dp_replicate" in fixed or "dp_shard" in fixed or (is_alone and layout.dp_replicate == 1)
-    return [str(wanted)] if wanted in found or is_told else []
+    is_fixed = "dp_replicate" in fixed or "dp_shard" in fixed or (is_single_rank and layout.dp_replicate == 1)
+    return [str(wanted)] if wanted in found or is_fixed else []
 
 
 def schedules(shape: ModelShape, pp: int, num_microbatches: int, fixed: Mapping[str, object]) -> list[tuple[str, int]]:

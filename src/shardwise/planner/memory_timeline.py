@@ -145,8 +145,8 @@ class Rank:
         parts, root, rules = self._computing(at), self.states.root, self.rules
         is_weight, has_sums = at.kind is Kind.BACKWARD_WEIGHT, at.has_sums
         head = None if is_weight else self.heads[at.stage]
-        shards, way, is_pipeline = rules.reshards, rules.accumulation, rules.is_pipeline
-        is_late = at.is_middle and is_pipeline and not (shards or self.is_constant)
+        reshards, accumulation, is_pipeline = rules.reshards, rules.accumulation, rules.is_pipeline
+        is_late = at.is_middle and is_pipeline and not (reshards or self.is_constant)
         late = terms = 0.0
         saved = _terms(self.parts[at.stage]) if is_weight else self._kept(at.stage)
         others = self._others(at)
@@ -157,20 +157,20 @@ class Rank:
         done, pooled = self._over_units("stays"), 0.0
         if has_sums:
             done = self._over_units("sums") + self._over_units("waits")
-            done += self._over_units("shard") if way == "sharded" else 0.0
-            pooled = self._over_units("buffer") if way == "unsharded" else 0.0
+            done += self._over_units("shard") if accumulation == "sharded" else 0.0
+            pooled = self._over_units("buffer") if accumulation == "unsharded" else 0.0
 
         def kept(unit: Unit, count: int) -> tuple[float, float]:
             """Bytes of gradients, and of pooled buffers, of ``count`` units after their backward."""
             if has_sums:
-                shard = unit.shard if way == "defer_replicate" else 0
+                shard = unit.shard if accumulation == "defer_replicate" else 0
                 return count * shard, 0.0
-            if way == "unsharded":
+            if accumulation == "unsharded":
                 return count * (unit.sums - unit.stays), count * unit.buffer
             return count * (unit.sums - unit.stays + unit.shard + unit.waits), 0.0
 
         last = parts[-1] if parts else None
-        live = root.gathered + (last.unit.gathered if shards and last else every) + inner
+        live = root.gathered + (last.unit.gathered if reshards and last else every) + inner
         output = last.saved.output if last else 0.0
         neighbor_bytes = max((part.neighbor_bytes for part in parts), default=0.0)
         own = neighbor_bytes if last and last.is_offloaded else 0.0
@@ -183,7 +183,7 @@ class Rank:
             waiting = of_root  # the head's, without the embedding's
         below = saved - (head.kept if head else 0.0) + others
         num_behind = 0
-        before, after = self._under_way(is_added=has_sums and way == "sharded")
+        before, after = self._under_way(is_added=has_sums and accumulation == "sharded")
         for number, part in enumerate(reversed(parts)):
             unit = part.unit
             following = parts[len(parts) - number - 2].unit if number + 1 < len(parts) else None
@@ -195,7 +195,7 @@ class Rank:
                 behind = part.count - 1 - index  # units of this part whose backward has ended
                 ahead = unit if index else following
                 prefetched = 0.0
-                if ahead is not None and shards:
+                if ahead is not None and reshards:
                     prefetched = ahead.gathered * min(rules.prefetch[1], place + index)
                 left = below - behind * part.kept  # activations of this unit and those before it
                 left += terms + behind * part.saved.terms
@@ -204,7 +204,7 @@ class Rank:
                 gradients += is_late * (late + behind * unit.gradients)
                 name = f"backward of block {place + index}"
                 still = every if is_pipeline else every - behind * unit.gathered
-                gathered = root.gathered + (unit.gathered + prefetched if shards else still) + inner
+                gathered = root.gathered + (unit.gathered + prefetched if reshards else still) + inner
                 under_way = min(before, num_behind + behind) * unit.buffer
                 end = left + part.saved.terms
                 working = left + part.saved.whole + part.saved.passing
@@ -226,9 +226,9 @@ class Rank:
                 )
                 # Earlier reductions, except the newest, have ended before this unit's buffer is allocated.
                 still -= 0.0 if is_pipeline else unit.gathered
-                gathered = root.gathered + (prefetched if shards else still) + inner
+                gathered = root.gathered + (prefetched if reshards else still) + inner
                 under_way = min(after, num_behind + behind) * unit.buffer
-                buffers += under_way + (0.0 if has_sums and way == "unsharded" else unit.buffer)
+                buffers += under_way + (0.0 if has_sums and accumulation == "unsharded" else unit.buffer)
                 yield (
                     f"{name}, gradients collected",
                     self._moment(
@@ -245,7 +245,7 @@ class Rank:
             num_behind += part.count
             late += part.count * unit.gradients
             every -= 0.0 if is_pipeline else part.count * unit.gathered
-        buffer = 0.0 if has_sums and way == "unsharded" else root.buffer
+        buffer = 0.0 if has_sums and accumulation == "unsharded" else root.buffer
         gradients = done + is_late * late + waiting + of_root * (at.stage == 0 and self.stage.has_embedding)
         gradients += 0.0 if has_sums else root.sums - root.stays
         gathered = root.gathered + every if is_pipeline else 0.0

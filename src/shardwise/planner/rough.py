@@ -54,21 +54,21 @@ class RoughTime:
             return 0.0
         spent, pp, m = self._once(candidate), candidate.layout.pp, candidate.accumulation
         placements, slows = PRESETS[candidate.strategy], self._software.slowdown - 1
-        is_alone = pp == 1
+        is_single_stage = pp == 1
         gathers = 0
-        if placements.shards_parameters and (is_alone or candidate.releases_units):
+        if placements.shards_parameters and (is_single_stage or candidate.releases_units):
             is_kept = placements.keeps_gathered or self._fixed.get("reshard_after_forward", "auto") is False
             gathers = m * (1 if is_kept else 2)
         elif placements.shards_optimizer:
             gathers = 1
-        reduces = m if placements.pools_gradients and is_alone else 1
+        reduces = m if placements.pools_gradients and is_single_stage else 1
         layout, node = candidate.layout, self._cluster.gpus_per_node * bool(self._cluster.device.link_bandwidth)
         gathered = spent.gathered * (slower if layout.dp_shard * layout.cp * layout.tp > node else 1.0)
         reduced = spent.reduced * (slower if self._cluster.num_gpus > node else 1.0)
         sent = (gathers * gathered + reduces * reduced) / pp
         waited = spent.waited * (slower if layout.ep * layout.tp > node else 1.0)
         work = m * (spent.computed + waited)
-        if not is_alone:
+        if not is_single_stage:
             stages = pp * candidate.virtual_stages
             blocks = self._shape.num_layers + spent.head
             fullest = math.ceil(blocks / stages) * stages / blocks  # other stages wait for those with most blocks
