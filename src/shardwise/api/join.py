@@ -13,6 +13,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.extensions import batch_norm
 from shardwise.engine.extensions.module_buffers import BufferSync
 from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.ignored import ignored_of
 from shardwise.spec.errors import RankDisagreement, StateError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def join(
     Raises:
         RankDisagreement: With ``throw_on_early_termination``: some ranks have no batch left.
         StateError: A rank has no batch at all and ``like`` is missing; or the model has batch norm over all ranks,
-            which would count the repeats.
+            which would count the repeats; or ``divide_by_initial_world_size=False`` with ``row_sharded`` embeddings.
     """
     engine = engine_of(model, "sw.join")
     engine.require_idle("sw.join()")
@@ -96,6 +97,11 @@ def join(
         raise StateError(
             "sw.join(): batch norm over all ranks would count samples that are repeated.\n"
             "  Use plain batch norm, drop_last=True, or sw.join(..., throw_on_early_termination=True)."
+        )
+    if ignored_of(engine).row_sharded and not divide_by_initial_world_size:
+        raise StateError(
+            "sw.join(): gradients of row-sharded embeddings are divided by all ranks.\n"
+            "  Leave divide_by_initial_world_size out, or build the plan without row_sharded."
         )
     return _joined(
         engine, iter(batches), like, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination

@@ -37,10 +37,10 @@ class Evaluation:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of one evaluation, over all ranks; the same for every world size with this global batch.
+        """Number of samples of one evaluation, over all ranks.
 
-        ``train.eval_batches`` global batches, or all samples if there are fewer, as a multiple of the samples that all
-        ranks forward at once.
+        ``train.eval_batches`` global batches. If there are fewer samples, the largest multiple of those that all ranks
+        forward at once, which depends on the number of ranks.
         """
         batch = self.resolved.batch
         at_once = batch.micro * batch.data_parallel_size

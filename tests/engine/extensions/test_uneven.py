@@ -434,3 +434,6 @@ def test_refusals_are_clear_and_come_on_all_ranks_and_a_save_in_the_loop_is_one_
     text = refusal(StateError, sw.join, synchronised, [0])
     assert "batch norm over all ranks would count samples that are repeated" in text
     assert run(synchronised, 2, throw_on_early_termination=True) == [1.0, 1.0]
+    rows = sw.parallelize(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), row_sharded=["0"])
+    text = refusal(StateError, sw.join, rows, [0], divide_by_initial_world_size=False)
+    assert "gradients of row-sharded embeddings are divided by all ranks" in text
