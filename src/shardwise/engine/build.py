@@ -98,22 +98,22 @@ def make_unit(
     for kind, found in kinds.items():
         over = comms.of(slice_of(found[0].parameter))
         # Frozen parameters never change. Where the strategy replicates parameters, nothing needs to be sent for them.
-        group_placements = placements if kind.is_trainable or placements.shards_parameters else PRESETS["ddp"]
+        own_placements = placements if kind.is_trainable or placements.shards_parameters else PRESETS["ddp"]
         dtype, compute_dtype, reduce_dtype = map(dtype_name, kind.dtypes)
         stored_as, gathered_as, reduced_as = options.quantization.forms(
             frozen_as=kind.frozen_as,
             is_float=kind.dtypes[0].is_floating_point,
             compute_dtype=compute_dtype,
-            is_sharded=group_placements.shards_optimizer,
+            is_sharded=own_placements.shards_optimizer,
         )
-        is_offloaded = offload is not None and offload.covers(group_placements, is_trainable=kind.is_trainable)
+        is_offloaded = offload is not None and offload.covers(own_placements, is_trainable=kind.is_trainable)
         # Matrices before vectors: the parameters with weight decay are then usually contiguous
         # (storage.flat_parameters).
         entries = sorted(found, key=lambda entry: entry.parameter.dim() < 2)
         in_blocks = kind.dtypes[0].is_floating_point and kind.frozen_as == "none"
         quantization = options.quantization if in_blocks else NO_QUANTIZATION
         packed_in = {kind.frozen_as, quantization.gather, quantization.reduce} - {"none"}
-        is_cut = group_placements.shards_optimizer and stored_as is None  # frozen weights have no optimizer
+        is_cut = own_placements.shards_optimizer and stored_as is None  # frozen weights have no optimizer
         layout = GroupLayout.build(
             [_spec(entry, dtype) for entry in entries],
             over.gather.size,
@@ -125,7 +125,7 @@ def make_unit(
         facts = GroupFacts(
             unit=unit.index,
             layout=layout,
-            placements=group_placements,
+            placements=own_placements,
             depth=0,
             reshards=reshards,
             is_trainable=kind.is_trainable,
@@ -136,15 +136,12 @@ def make_unit(
             reduced_as=reduced_as,
             inner_size=unit.inner_size or 0,
             is_offloaded=is_offloaded,
-            keeps_shard=is_offloaded
-            and stored_as is None
-            and offload is not None
-            and offload.keeps_shard(group_placements),
+            keeps_shard=offload is not None and is_offloaded and not stored_as and offload.keeps_shard(own_placements),
             ep=1 if over is comms or comms.ep is None else comms.ep.size,
             # The loss is a mean over all ranks. Experts receive the gradients of tokens from all ranks of ep, so their
             # sums over fewer ranks are divided by the same number as other sums.
             num_ranks=comms.num_ranks,
-            has_part_grads=is_part or (group_placements.shards_optimizer and layout.size > 1),
+            has_part_grads=is_part or (own_placements.shards_optimizer and layout.size > 1),
             num_ahead=max(options.prefetch),
         )
         shards = [entry.parameter for entry in entries]

@@ -253,9 +253,8 @@ class Group:
 
         Parameters without memory are skipped; they are initialized later.
         """
-        return self._fill(
-            master, self.layout.owned(self.rank) if self.placements.shards_optimizer else self.layout.whole
-        )
+        is_sharded = self.placements.shards_optimizer
+        return self._fill(master, self.layout.owned(self.rank) if is_sharded else self.layout.whole)
 
     @torch.no_grad()
     def _fill(self, flat: Tensor, pieces: Iterable[Piece]) -> Tensor:

@@ -49,9 +49,7 @@ def _check_bits(optimizer: torch.optim.Optimizer) -> None:
     if not cls.__module__.startswith("bitsandbytes.optim") or bits_of(optimizer) != 8:
         return
     parameters = (p for settings in optimizer.param_groups for p in settings["params"])
-    if any(
-        (owner := group_of(parameter)) is not None and owner.placements.shards_optimizer for parameter in parameters
-    ):
+    if any((owner := group_of(p)) is not None and owner.placements.shards_optimizer for p in parameters):
         raise StateError(
             f"bitsandbytes' {cls.__name__} keeps its state in blocks of 8 bit, with one scale each, and chooses by a"
             " tensor's size which state is kept so: on shards it would round differently than on whole parameters, and"

@@ -152,10 +152,8 @@ class LostWrites(Observer):
         if engine.forward.num_frames or sys.exception() is not engine.forward.handled_exception:
             return
         for group, versions in zip(engine.groups, before, strict=False):
-            memory, is_lost = (
-                torch_private.storage_identity(group.gathered),
-                group.is_copied or not group.is_permanent,
-            )
+            memory = torch_private.storage_identity(group.gathered)
+            is_lost = group.is_copied or not group.is_permanent
             for spec, full, old, new in zip(
                 group.layout.params, group.unsharded, versions, _versions_of(group), strict=True
             ):

@@ -447,10 +447,8 @@ class _Reductions:
         """Phases of a group's reduction; an all-reduce over Gloo, or a packed one, has two."""
         if self._replicas is not None:
             return 3 if self._has_receive_buffers else 2
-        is_spread = not group.placements.shards_optimizer and (
-            self._has_receive_buffers or group.reduced_as is not None
-        )
-        return 2 if is_spread else 1
+        has_two = self._has_receive_buffers or group.reduced_as is not None
+        return 2 if has_two and not group.placements.shards_optimizer else 1
 
     def _advance(self, reduction: _UnderWay) -> None:
         """Free the buffers of the current phase, and begin the next phase, if there is one."""

@@ -31,6 +31,7 @@ from shardwise.spec.slice import Cut
 
 #: Ranges of logical tensors, each with a one-dimensional tensor of its elements.
 Pairs = list[tuple[Extent, Tensor]]
+_Make = Callable[[Extent], Tensor]  # returns the memory of a full tensor
 
 
 @dataclass(frozen=True)
@@ -174,10 +175,7 @@ def _gaps(name: str, numel: int, ranges: list[tuple[int, int, int]]) -> list[str
 
 @torch.no_grad()
 def gather(
-    comm: Comm,
-    stored: Sequence[StoredRanges],
-    metadata: Sequence[RankMetadata],
-    make: Callable[[Extent], Tensor] | None = None,
+    comm: Comm, stored: Sequence[StoredRanges], metadata: Sequence[RankMetadata], make: _Make | None = None
 ) -> dict[str, Tensor]:
     """Gather the ranges of all ranks into full tensors on rank 0.
 
@@ -212,7 +210,7 @@ def gather(
     return tensors
 
 
-def _place(tensors: dict[str, Tensor], make: Callable[[Extent], Tensor], extent: Extent) -> tuple[Extent, Tensor]:
+def _place(tensors: dict[str, Tensor], make: _Make, extent: Extent) -> tuple[Extent, Tensor]:
     """Return the full tensor of a range: its extent, and a flat view of its memory."""
     full = whole_extent(extent)
     if extent.name not in tensors:

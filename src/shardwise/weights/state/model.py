@@ -281,10 +281,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     stored_ranges += of_sliced(engine)
     aliases = {spec.name: spec.aliases for group in engine.groups for spec in group.layout.params if spec.aliases}
     metadata, (names, extra, missing, unexpected) = gather_metadata(
-        comms.world,
-        stored_ranges,
-        lambda metadata: _match_names(metadata, state, strict=strict),
-        extra=[aliases, _names(model)],
+        comms.world, stored_ranges, lambda found: _match_names(found, state, strict=strict), [aliases, _names(model)]
     )
     values = _by_first_name(metadata, state)
     scatter(comms.world, stored_ranges, metadata, values, names)

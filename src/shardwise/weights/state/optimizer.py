@@ -149,9 +149,7 @@ def _tensors(state: Mapping[str, Any], view: Tensor) -> Iterator[tuple[str, Tens
             yield from ((f"{key}.{attribute}", tensor, True) for attribute, tensor in inner.items())
 
 
-def _pieces_of(
-    engine: Engine, optimizer: torch.optim.Optimizer, ignored: Names
-) -> Iterator[tuple[nn.Parameter, _Part]]:
+def _parts(engine: Engine, optimizer: torch.optim.Optimizer, ignored: Names) -> Iterator[tuple[nn.Parameter, _Part]]:
     """Yield every parameter of the engine, and the ignored ones in ``ignored``, with their pieces."""
     needed = needed_by(optimizer)
     for group in engine.groups:
@@ -229,7 +227,7 @@ def optimizer_scalars(
     problems: list[str] = []
     for optimizer in optimizers:
         states = states_by_name(optimizer)
-        for parameter, part in _pieces_of(engine, optimizer, ignored):
+        for parameter, part in _parts(engine, optimizer, ignored):
             state = states.get(parameter, {})
             if not state or part.is_empty:
                 continue  # some optimizers keep state of empty pieces, which is never updated
@@ -320,10 +318,8 @@ class OptimizerState:
         self._numbers: dict[str, dict[str, Any]] = {}
         self._flats = {parameter: {} for parameter in self._settings if isinstance(parameter, FlatParameter)}
         self._settings |= {shard: self._settings[flat] for flat in self._flats for shard in flat.shards}
-        updated = {id(parameter) for parameter in self._settings}
-        owned = [
-            (p, part) for p, part in _pieces_of(engine, optimizer, ignored) if id(p) in updated and not part.is_empty
-        ]
+        found = ((p, part) for p, part in _parts(engine, optimizer, ignored) if p in self._settings)
+        owned = [(parameter, part) for parameter, part in found if not part.is_empty]
         for parameter, part in owned:
             self._names[parameter] = part.spec.name
             self._new_state[part.spec.name] = {}
