@@ -185,7 +185,7 @@ def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> d
             if isinstance(value, Tensor):
                 state[is_offloaded] += (torch_private.wrapped_tensors(value) or {"": value}).values()
     transfers = engine.extras.find(Transfers)
-    stages = transfers.stages if transfers is not None else ()
+    staging = transfers.staging_buffers if transfers is not None else ()
     buffers = [buffer for group in groups for buffer in group.form.buffers()]
 
     def of(category: str) -> list[Tensor]:
@@ -199,7 +199,7 @@ def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> d
         "gradients": take(tensor for group in groups for tensor in group.gradient.buffers)
         + take(parameter.grad for parameter in ignored),
         "optimizer": take(state[False]),
-        "gathered": take([*(group.gathered for group in groups if group.resident_buffer is None), *stages])
+        "gathered": take([*(group.gathered for group in groups if group.resident_buffer is None), *staging])
         + take(of("gathered"))
         + packed_pool(engine, "gather").total_bytes,
         "reduce": take(group.gradient.scratch for group in groups)

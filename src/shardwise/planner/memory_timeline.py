@@ -280,7 +280,7 @@ class Rank:
         if self.is_constant:
             gathered, reduce, gradients = footprint.gathered, footprint.reduce, max(gradients, footprint.gradients)
         elif activations:
-            gathered += self.states.landing
+            gathered += self.states.staging
         return {
             "parameters": footprint.parameters,
             "gradients": gradients,

@@ -19,7 +19,7 @@ from shardwise.spec.memory.footprint import (
     footprint,
     packed_buffer_bytes,
     reduce_bytes,
-    stage_bytes,
+    staging_bytes,
 )
 from shardwise.spec.module_chain import Mergeable, default_limit, merge
 from shardwise.spec.placement import PRESETS, Placements
@@ -160,14 +160,14 @@ class States:
         footprint: The peak of each category, by ``spec.memory.footprint``.
         root: The root unit.
         units: The other units, in order.
-        landing: Bytes of the device's buffers for offloaded masters before they are cast, of the receive buffers of
+        staging: Bytes of the device's buffers for offloaded masters before they are cast, of the receive buffers of
             packed gathers, and of those for packed gradients and for sums that this library receives.
     """
 
     footprint: Footprint
     root: Unit
     units: tuple[Unit, ...]
-    landing: int = 0
+    staging: int = 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -190,7 +190,7 @@ def states(root: Parameters, runs: Runs, rules: Rules) -> States:
         footprint=total,
         root=_unit(1, 0, root, of_root, depth=0),
         units=tuple(_unit(run.count, run.blocks, run.unit, run.rules, depth=1) for run in placed),
-        landing=stage_bytes(groups, rank=0)
+        staging=staging_bytes(groups, rank=0)
         + packed_buffer_bytes(groups)
         + _received_bytes(_every_group(ends, placed, least), rules),
     )

@@ -147,7 +147,7 @@ class GroupFacts:
         return kept * self.layout.slice_numel(rank) if self.keeps_shard else 0
 
     @property
-    def needs_stage(self) -> bool:
+    def needs_staging(self) -> bool:
         """Whether the host's master needs a buffer on the device before it is cast or packed there."""
         is_packed = self.keeps_shard and self.gathered_as is not None  # packed from the device's shard
         return self.is_offloaded and self.stored_as is None and self.is_cast and not is_packed
@@ -159,7 +159,7 @@ class GroupFacts:
         is_separate = self.pools_gradients or self.has_separate_grad
         return self.item_bytes * self.reduce_layout.slice_numel(rank) if is_separate else 0
 
-    def landing_bytes(self, rank: int, *, is_added: bool = False) -> int:
+    def host_sum_bytes(self, rank: int, *, is_added: bool = False) -> int:
         """Bytes of the host's buffer for a sum whose dtype differs from ``.grad``'s, or that is added to ``.grad``."""
         is_needed = self.is_offloaded and self.is_trainable and (self.reduces_cast or is_added)
         return self.reduce_item_bytes * self.reduce_layout.slice_numel(rank) if is_needed else 0

@@ -46,12 +46,12 @@ def measure(plan: sw.ParallelPlan) -> tuple[dict[str, int], dict[str, int]]:
     assert sum(rest.values()) - large <= 8 * SMALL_BYTES  # flags: a header for each view of a gradient buffer
     predicted = probe(model).predicted_bytes()
     shapes = [shape for unit in probe(model).unit_facts.values() for shape in unit.groups]
-    landings = sum(shape.landing_bytes(distributed.get_rank()) for shape in shapes)
+    host_sums = sum(shape.host_sum_bytes(distributed.get_rank()) for shape in shapes)
     predicted_on_device = sum(predicted.values()) - predicted["host"]
     on_host = sum(p.shape.numel() for name, p in model.named_parameters() if name in offloaded)
     numbers = {
-        "host": host.num_bytes + landings - predicted["host"],
-        "device": kept.num_bytes + large + sum(most.values()) - landings - predicted_on_device,
+        "host": host.num_bytes + host_sums - predicted["host"],
+        "device": kept.num_bytes + large + sum(most.values()) - host_sums - predicted_on_device,
         "share": round(100 * on_host / max(1, sum(p.shape.numel() for p in model.parameters()))),
     }
     return numbers, predicted

@@ -78,7 +78,7 @@ class OnHost(Around):
         self.policy = policy
         self.resident: Tensor | None = None  # the copy of the master on the device
         self._resident_epoch = -1  # Engine.epoch of its values
-        self._received: Tensor | None = None  # on the host, for a sum that cannot be copied directly into .grad
+        self._host_sum: Tensor | None = None  # on the host, for a sum that cannot be copied directly into .grad
         self._copy: Copy | None = None  # the newest copy to the host
 
     def make_master(self, group: Group) -> Tensor:
@@ -107,7 +107,7 @@ class OnHost(Around):
             engine.extras.add(transfers)
             engine.extras.host_waits.append(transfers.synchronise)
         self.transfers = transfers
-        if group.facts.needs_stage:
+        if group.facts.needs_staging:
             transfers.reserve_staging(group.master)
 
     def gather(self, group: Group) -> Handle:
@@ -119,7 +119,7 @@ class OnHost(Around):
     def _on_device(self, group: Group) -> Tensor:
         """Return the master, copied to the device if needed; its copy there is up to date within a forward."""
         if self.resident is None:
-            return self.transfers.staged(group.master) if group.facts.needs_stage else group.master
+            return self.transfers.staged(group.master) if group.facts.needs_staging else group.master
         if self._resident_epoch != group.epoch:
             is_cast = self.resident.dtype is not group.dtype
             master = self.transfers.staged(group.master) if is_cast else group.master
@@ -134,11 +134,11 @@ class OnHost(Around):
         assert sum_on_device is not None
         gradient.result = grad_memory
         if group.reduce_dtype is not group.dtype or gradient.has_sums:
-            if self._received is None:
-                self._received = host_zeros(
+            if self._host_sum is None:
+                self._host_sum = host_zeros(
                     sum_on_device.numel(), sum_on_device.dtype, group.device, pins=self.policy.pin_memory
                 )
-            gradient.result = self._received
+            gradient.result = self._host_sum
         self._copy = self.transfers.send(sum_on_device, gradient.result, reduction, self._packed)
         return self._copy
 
@@ -149,7 +149,7 @@ class OnHost(Around):
 
     def buffers(self) -> list[tuple[str, Tensor]]:
         """Buffers of the inner form, the device's copy of the master, and the host memory that receives sums."""
-        own = (("parameters", self.resident), ("host", self._received))
+        own = (("parameters", self.resident), ("host", self._host_sum))
         return [*super().buffers(), *((category, tensor) for category, tensor in own if tensor is not None)]
 
 
@@ -162,17 +162,17 @@ class Transfers:
         self._upload = torch.cuda.Stream(device) if is_cuda else None
         self._download = torch.cuda.Stream(device) if is_cuda else None
         self._events: dict[str, Any] = {}  # the newest event of each direction
-        self._stages: dict[torch.dtype, Tensor] = {}
+        self._staging: dict[torch.dtype, Tensor] = {}
 
     def reserve_staging(self, master: Tensor) -> None:
         """Allocate a buffer on the device for a master that is copied in its own dtype and cast there."""
-        if master.numel() > len(self._stages.get(master.dtype, ())):
-            self._stages[master.dtype] = torch.zeros(master.numel(), dtype=master.dtype, device=self.device)
+        if master.numel() > len(self._staging.get(master.dtype, ())):
+            self._staging[master.dtype] = torch.zeros(master.numel(), dtype=master.dtype, device=self.device)
 
     @property
-    def stages(self) -> list[Tensor]:
+    def staging_buffers(self) -> list[Tensor]:
         """The staging buffers on the device."""
-        return list(self._stages.values())
+        return list(self._staging.values())
 
     # -- up
 
@@ -189,7 +189,7 @@ class Transfers:
 
     def staged(self, master: Tensor) -> Tensor:
         """Copy a master to the device uncast, inside :meth:`uploading`; the result is valid until the next call."""
-        return self._stages[master.dtype][: master.numel()].copy_(master, non_blocking=True)
+        return self._staging[master.dtype][: master.numel()].copy_(master, non_blocking=True)
 
     def copies_so_far(self) -> Handle:
         """Return a handle for everything enqueued so far inside :meth:`uploading`. Called inside of it."""

@@ -145,8 +145,8 @@ def footprint(
             for name, numel in _updated_numels(group, place):
                 states += state_bytes(name, numel, group.item_bytes)
         if group.is_offloaded:
-            landing = group.landing_bytes(place, is_added="sharded" in accumulations)
-            host += group.master_bytes(place) + group.grad_bytes(place) + landing + states
+            host_sums = group.host_sum_bytes(place, is_added="sharded" in accumulations)
+            host += group.master_bytes(place) + group.grad_bytes(place) + host_sums + states
         else:
             parameters += group.master_bytes(place)
             gradients += group.grad_bytes(place)
@@ -158,7 +158,7 @@ def footprint(
         host=host,
         gathered=gathered_bytes(groups, rank, backward_order)
         + packed_buffer_bytes(groups)
-        + stage_bytes(groups, rank=rank),
+        + staging_bytes(groups, rank=rank),
         reduce=reduce_bytes(
             groups,
             rank=rank,
@@ -248,11 +248,11 @@ def packed_buffer_bytes(groups: Sequence[GroupFacts]) -> int:
     )
 
 
-def stage_bytes(groups: Sequence[GroupFacts], *, rank: int) -> int:
+def staging_bytes(groups: Sequence[GroupFacts], *, rank: int) -> int:
     """Bytes of the device's buffers for offloaded masters before they are cast: one buffer for each master dtype."""
     largest: dict[str, int] = {}
     for group in groups:
-        if group.needs_stage:
+        if group.needs_staging:
             num_bytes = group.master_numel(group.place(rank)) * group.item_bytes
             largest[group.master_dtype] = max(largest.get(group.master_dtype, 0), num_bytes)
     return sum(largest.values())
