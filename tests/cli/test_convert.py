@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from shardwise.cli import main
-from shardwise.cli.convert import Row, converted, tables
+from shardwise.cli.convert import Row, convert_file, tables
 from shardwise.spec.errors import ConfigError
 from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import Config, read_config
@@ -256,7 +256,7 @@ def test_each_key_has_a_comment(case: str) -> None:
 
     text, _, _ = CASES[case]
     values = loads(text) if case.endswith(".toml") else yaml.load(text, yaml.CSafeLoader)
-    lines = converted(Path(case)).splitlines()
+    lines = convert_file(Path(case)).splitlines()
     missing = [key for key in leaves(values) if not any(f"{key}: " in line.partition("#")[2] for line in lines)]
     assert missing == []
 
@@ -284,7 +284,7 @@ def test_what_has_no_counterpart_says_what_to_do(tmp_path: Path) -> None:
             }
         )
     )
-    text = converted(tmp_path / "ds.json", model="gpt-demo", data="stdlib")
+    text = convert_file(tmp_path / "ds.json", model="gpt-demo", data="stdlib")
     found = yaml.load(text, yaml.CSafeLoader)
     assert found["model"] == {"preset": "gpt-demo"}
     assert found["data"] == {"source": "stdlib"}
@@ -301,9 +301,9 @@ def test_a_deepspeed_file_that_accelerate_names_is_converted_with_it(tmp_path: P
     (tmp_path / "accelerate.yaml").write_text(
         "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero1.json}\n"
     )
-    assert "there is no such file" in converted(tmp_path / "accelerate.yaml")
+    assert "there is no such file" in convert_file(tmp_path / "accelerate.yaml")
     (tmp_path / "zero1.json").write_text('{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 3}')
-    found = yaml.load(converted(tmp_path / "accelerate.yaml"), yaml.CSafeLoader)
+    found = yaml.load(convert_file(tmp_path / "accelerate.yaml"), yaml.CSafeLoader)
     assert found["parallel"] == {"strategy": "zero1"}
     assert found["train"] == {"micro_batch_size": 3, "clip_grad_norm": None}
 
@@ -323,18 +323,18 @@ def test_deepspeed_s_schedule_has_its_own_defaults_and_the_form_of_its_warm_up_i
     optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
     given = {"train_batch_size": 8, "optimizer": optimizer, "scheduler": {"type": kind, "params": params}}
     (tmp_path / "ds.json").write_text(json.dumps(given))
-    text = converted(tmp_path / "ds.json")
+    text = convert_file(tmp_path / "ds.json")
     found = yaml.load(text, yaml.CSafeLoader)
     assert (found["optimizer"]["lr"], found["schedule"]["warmup_steps"], "by the logarithm" in text) == made
 
 
 def test_options_that_do_not_combine_here_are_left_out_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "t.toml").write_text("[training]\ncompile = true\n[parallelism]\ncontext_parallel_degree = 2\n")
-    text = converted(tmp_path / "t.toml")
+    text = convert_file(tmp_path / "t.toml")
     assert "compile" not in yaml.load(text, yaml.CSafeLoader)["parallel"]
     assert "training.compile: true\n#     -> left out: compile=True with cp=2" in text
     (tmp_path / "t.toml").write_text("[training]\ncompile = true\n[activation_checkpoint]\nmode = 'selective'\n")
-    plan = yaml.load(converted(tmp_path / "t.toml"), yaml.CSafeLoader)["parallel"]
+    plan = yaml.load(convert_file(tmp_path / "t.toml"), yaml.CSafeLoader)["parallel"]
     assert plan["compile"] is True
     assert "activation_checkpointing" not in plan
 
@@ -343,7 +343,7 @@ def test_a_linear_warm_up_of_deepspeed_is_as_here_and_another_has_no_counterpart
     for kind, title in {"linear": "# Nothing to set:", "log": "# No counterpart:"}.items():
         scheduler = {"type": "WarmupLR", "params": {"warmup_type": kind}}
         (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 8, "scheduler": scheduler}))
-        below = converted(tmp_path / "ds.json").partition(title)[2].partition("\n\n")[0]
+        below = convert_file(tmp_path / "ds.json").partition(title)[2].partition("\n\n")[0]
         assert f'warmup_type: "{kind}"' in below
 
 
@@ -362,7 +362,7 @@ def test_a_linear_warm_up_of_deepspeed_is_as_here_and_another_has_no_counterpart
 def test_other_files_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=message):
-        converted(tmp_path / name)
+        convert_file(tmp_path / name)
 
 
 def rows() -> list[Row]:

@@ -190,8 +190,8 @@ def test_prompts_are_padded_to_few_lengths():
 
 
 def over_ranks(expected, plans):
-    traced, trace = set(), Stages._traced
-    Stages._traced = lambda self, rows, ids: traced.add(ids.shape[1]) or trace(self, rows, ids)
+    traced, trace = set(), Stages._trace_flow
+    Stages._trace_flow = lambda self, rows, ids: traced.add(ids.shape[1]) or trace(self, rows, ids)
     for family, layers, plan in plans:
         model = sw.parallelize(build(family, layers).train(), plan)
         decider = Decider()

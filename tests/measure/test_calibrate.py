@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from shardwise.cli.calibrate import _shown
+from shardwise.cli.calibrate import _format_table
 from shardwise.cost.hardware import find_gpu
 from shardwise.measure import calibrate
 from shardwise.spec.errors import ConfigError
@@ -49,7 +49,7 @@ def test_a_machine_of_two_ranks_becomes_a_file_that_plan_takes(tmp_path):
     assert all(row.forward_s > 0 and row.backward_s > 0 for row in rows)
     assert 0 <= tables.shared <= 1
     assert gpu.peaks["fp32"] == max(2 * p.rows * p.inner * p.columns / p.forward_s for p in tables.products)
-    shown = _shown(found, path)
+    shown = _format_table(found, path)
     assert "2 ranks of 1 thread" in shown
     assert f"shardwise plan MODEL --gpu {path}" in shown
 

@@ -17,7 +17,7 @@ from shardwise.serve.app import MOST_BYTES, make_app
 from shardwise.serve.protocol import Served
 from shardwise.serve.queue import Queue
 from shardwise.serve.scheduler import Scheduler
-from shardwise.serve.server import _listening, bind
+from shardwise.serve.server import _serve_http, bind
 from shardwise.spec.errors import ConfigError
 from shardwise.train.data.tokenizer import ByteTokenizer, FolderTokenizer
 from tests.common.tokenizers import TEMPLATE, save_tokenizer
@@ -54,7 +54,7 @@ class Hand:
         served = Served("hand", tokenizer, 300, POSITIONS, created=7, max_answers=max_waiting)
         hosts = ["127.0.0.1", "localhost"]
         app = make_app(served, self.queue, lambda: self.scheduler.num_running, hosts=hosts, api_key=api_key)
-        self.listening = _listening(app, self._held, most_connections)
+        self.listening = _serve_http(app, self._held, most_connections)
         self._ends = threading.Event()
         self._thread = None
 
@@ -338,7 +338,7 @@ def test_a_port_that_another_program_has_begun_to_listen_on_since_is_refused():
     with bind("127.0.0.1", 0) as ours, bind(*ours.getsockname()) as other:
         other.listen()
         with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
-            _listening(None, ours, 1).__enter__()
+            _serve_http(None, ours, 1).__enter__()
 
 
 def test_a_key_is_asked_for_where_there_is_one(make):

@@ -15,7 +15,7 @@ from shardwise.spec.errors import MemoryBudgetError
 from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.predicted.budget import Device, check_budget, find_device
-from shardwise.train.predicted.workload import flops_per_step, optimizer_of, shape_of, traced, workload_of
+from shardwise.train.predicted.workload import flops_per_step, optimizer_of, shape_of, trace_model, workload_of
 
 GIB = 1 << 30
 A100 = Device("cuda", 40 * GIB)
@@ -147,7 +147,7 @@ def test_an_iterable_is_read_by_plans_and_never_by_a_run_before_its_steps():
     resolved = resolve(read_config(None, base={}), 1, spec=spec)
     assert flops_per_step(resolved) is None
     assert data.at == 0
-    assert traced(resolved, reads_iterables=True).seq_len == 16
+    assert trace_model(resolved, reads_iterables=True).seq_len == 16
     assert data.at == resolved.batch.micro
 
 

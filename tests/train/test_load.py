@@ -51,7 +51,7 @@ def test_a_mixture_that_continues_texts_takes_no_loss_of_its_routers(tmp_path):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
     MixtralForCausalLM(MixtralConfig(**sizes, **heads, output_router_logits=True)).save_pretrained(tmp_path)
     found = find_model(tmp_path)
-    with found.opened(found.resolve([], 1), World(), is_averaged=False) as model:
+    with found.loaded(found.resolve([], 1), World(), is_averaged=False) as model:
         assert model(torch.tensor([[3, 4]])).aux_loss is None
 
 

@@ -65,11 +65,11 @@ def _measure(world: World, out: Path, dtypes: list[str] | None) -> int:
         found = measure(device, dtypes=dtypes)
     if world.rank == 0:
         write(out, json.dumps(found, indent=1) + "\n")
-        show(_shown(found, out))
+        show(_format_table(found, out))
     return 0
 
 
-def _shown(found: dict[str, Any], out: Path) -> str:
+def _format_table(found: dict[str, Any], out: Path) -> str:
     rows = [("machine", found["name"])]
     rows += [(f"best product, {dtype}", f"{peak / 1e12:.3f} TFLOP/s") for dtype, peak in found["peaks"].items()]
     rows.append(("memory", f"{size(found['memory_bytes'])} a rank, {size(found['memory_bandwidth'])}/s copied"))

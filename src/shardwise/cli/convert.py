@@ -43,7 +43,7 @@ def convert(
     Example: shardwise convert ds_config.json --model models/llama --data corpus/ --out run.yaml
     """
     check_writable(out)
-    text = converted(file, model=model, data=data)
+    text = convert_file(file, model=model, data=data)
     if out is None:
         show(text.rstrip())
     else:
@@ -122,14 +122,14 @@ class Draft:
             for key, value in (found or others).items():
                 self._apply(row, key, value, "" if found else f" ({kind}'s default)")
         for key, value in unknown.items():
-            self.note("none", _shown(key, value), "`shardwise convert` does not know this key")
+            self.note("none", _format(key, value), "`shardwise convert` does not know this key")
 
     def note(self, group: str, shown: str, text: str) -> None:
         """Add an explanation of an original key that sets nothing."""
         self.notes[group].setdefault(text, []).append(shown)
 
     def _apply(self, row: Row, key: str, value: Any, origin: str = "") -> None:
-        shown = _shown(key, value) + origin
+        shown = _format(key, value) + origin
         if row.sets and value == "auto":
             self.note("auto", shown, f"set {row.to}")
             return
@@ -147,10 +147,10 @@ class Draft:
 
     def parallel(self) -> dict[str, Any]:
         """Return the ``parallel`` section."""
-        return _nested(self.result).get("parallel", {})
+        return _nest(self.result).get("parallel", {})
 
 
-def converted(file: Path, *, model: str | None = None, data: str | None = None) -> str:
+def convert_file(file: Path, *, model: str | None = None, data: str | None = None) -> str:
     """Return the text of a run's configuration, converted from another project's file."""
     from shardwise.train.config.document import MARKS, kind_of, read_document
 
@@ -168,7 +168,7 @@ def converted(file: Path, *, model: str | None = None, data: str | None = None) 
     if kind == "Accelerate" and (other := draft.original.get("deepspeed_config.deepspeed_config_file")):
         path = next((path for path in (file.parent / str(other), Path(str(other))) if path.is_file()), None)
         if path is None:
-            draft.note("none", _shown("deepspeed_config_file", other), "there is no such file: convert it separately")
+            draft.note("none", _format("deepspeed_config_file", other), "there is no such file: convert it separately")
         else:
             inner = Draft(dict(_flat(read_document(path).values)), draft.result, draft.why, draft.notes)
             inner.take("DeepSpeed")
@@ -194,7 +194,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _shown(key: str, value: Any) -> str:
+def _format(key: str, value: Any) -> str:
     text = json.dumps(value, default=str)
     return printable(f"{key}: {text if len(text) <= 60 else text[:57] + '...'}")
 
@@ -377,7 +377,7 @@ def _above(result: Mapping[str, Any], default: int, *axes: str) -> int | None:
 # -- the text
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values nested by section, key and, for policies, field."""
     result: dict[str, Any] = {}
     for key, value in values.items():
@@ -392,7 +392,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 def _text(draft: Draft, kind: str, file: Path) -> str:
     from shardwise.train.config.sections import Config
 
-    sections = _nested(draft.result)
+    sections = _nest(draft.result)
     names = [name for name in Config.model_fields if name not in {"name", "lora"}]
     lines = [f"# {printable(file.name)}, a configuration of {kind}, converted by `shardwise convert`."]
     count, machines = draft.original.get("num_processes"), draft.original.get("num_machines") or 1

@@ -69,7 +69,7 @@ def evaluate(
         resolved = trained.resolve(settings, world.size, world.ranks_per_machine)
         tokenizer, prefix = _tokenizer(trained, is_chat=chat)
         names, manager = _found(tasks)
-        with trained.opened(resolved, world, is_averaged=average) as model:
+        with trained.loaded(resolved, world, is_averaged=average) as model:
             found = lm_eval.simple_evaluate(
                 ShardwiseLM(model, tokenizer, batch_tokens=batch_tokens, prefix_token_id=prefix),
                 tasks=names,

@@ -98,7 +98,7 @@ def launch(
         overrides=tuple(settings),
         content={"name": raw.config.name, **raw.document.values},
     )
-    text = _written(job, chosen[0], time=time, image=image, volume=volume, gpu=gpu)
+    text = _render_job(job, chosen[0], time=time, image=image, volume=volume, gpu=gpu)
     if out is None:
         show(text.rstrip())
     else:
@@ -121,7 +121,7 @@ def _check_options(
         raise ConfigError(f"launch {more}: {' and '.join(unused)} would change nothing.\n  Leave it out.")
 
 
-def _written(
+def _render_job(
     job: Job, scheduler: str, *, time: str | None, image: str | None, volume: str | None, gpu: str | None
 ) -> str:
     from shardwise.launch.jobs.job import Volume, kubernetes, skypilot, slurm

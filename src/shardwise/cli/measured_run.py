@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _OTHERS = {"gpus": "num_gpus", "seq": "seq_len", "global_batch": "global_batch"}
 
 
-def rescaled(
+def rescale_cluster(
     measured: list[str], first: Estimate, workload: Workload, fixed: dict[str, Any]
 ) -> tuple[Cluster, list[str]]:
     """Return the cluster calibrated by one or two runs, and sentences about the changed figures.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.measured_run import read_fixed, rescaled
+from shardwise.cli.measured_run import read_fixed, rescale_cluster
 from shardwise.cli.output import CONFIG_ENDINGS, check_writable, show, write
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.gc_pause import gc_paused
@@ -148,7 +148,7 @@ def plan(
         )
     workload = Workload(
         seq_len=tokens,
-        global_batch=_given(global_batch, subject.global_batch, cluster.num_gpus * _samples_of(tokens)),
+        global_batch=_first_given(global_batch, subject.global_batch, cluster.num_gpus * _samples_of(tokens)),
         precision=precision or subject.precision or _precision_of(cluster.device),
         optimizer=optimizer or subject.optimizer,
         compile=bool(fixed.get("compile", False)),
@@ -200,7 +200,7 @@ def _show_plans(
         plans = search(shape, cluster, workload, **fixed)
         lines: list[str] = []
         if measured:
-            cluster, lines = rescaled(measured, plans[0], workload, fixed)
+            cluster, lines = rescale_cluster(measured, plans[0], workload, fixed)
             first, plans = plans[0], search(shape, cluster, workload, **fixed)
             lines.append(ranking(first, plans[0]))
         best = plans[0]
@@ -346,11 +346,11 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
     model: dict[str, Any]
     if config.spec is not None:
         from shardwise.train.config.resolve import resolve
-        from shardwise.train.predicted.workload import traced
+        from shardwise.train.predicted.workload import trace_model
 
         resolved = resolve(raw, 1)
         own_optimizer = resolved.spec.optimizer
-        shape, model = traced(resolved, reads_iterables=True), dict(raw.document.values.get("model") or {})
+        shape, model = trace_model(resolved, reads_iterables=True), dict(raw.document.values.get("model") or {})
     elif section.hf is not None:
         folder = Path(section.hf).expanduser()
         shape, stored = _shape(folder), stored_dtype(folder)
@@ -385,7 +385,7 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
     )
 
 
-def _given(*values: int | None) -> int:
+def _first_given(*values: int | None) -> int:
     """Return the first value that is not ``None``."""
     return next(value for value in values if value is not None)
 

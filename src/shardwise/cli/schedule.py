@@ -75,7 +75,7 @@ def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
     from shardwise.spec.schedule.closed import rows, stored_pairs
 
     v = built.num_virtual_stages
-    outer = _closed(built, durations, is_inner=False)
+    outer = _closed_form(built, durations, is_inner=False)
     stages = "1 stage" if v == 1 else f"{v} stages"
     lines = [
         f"{built.name}: {built.num_ranks} ranks, {stages} per rank, {built.num_microbatches} microbatches",
@@ -85,7 +85,7 @@ def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
         f"time         {float(timing.makespan):g}, of which each rank computes {float(timing.ideal):g}",
         f"bubble       {float(timing.bubble_share):.1%} of the step, {_both(timing.bubble, outer)}",
     ]
-    inner = _closed(built, durations, is_inner=True)
+    inner = _closed_form(built, durations, is_inner=True)
     if timing.inner_bubble != timing.bubble:
         lines.append(f"inner bubble {_both(timing.inner_bubble, inner)}, between a rank's first and last computation")
     counted = [stored_pairs(actions) for actions in built.actions]
@@ -97,7 +97,7 @@ def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
     return "\n".join(lines)
 
 
-def _closed(built: Schedule, durations: Durations, *, is_inner: bool) -> Fraction | None:
+def _closed_form(built: Schedule, durations: Durations, *, is_inner: bool) -> Fraction | None:
     from shardwise.spec.schedule import closed
 
     form = closed.inner_bubble if is_inner else closed.bubble
@@ -120,7 +120,7 @@ def _facts(built: Schedule, timing: Timing, durations: Durations) -> dict[str, A
     from shardwise.spec.schedule.closed import stored_pairs
 
     when = {span.action: span for spans in timing.spans for span in spans}
-    closed = [_closed(built, durations, is_inner=is_inner) for is_inner in (False, True)]
+    closed = [_closed_form(built, durations, is_inner=is_inner) for is_inner in (False, True)]
     return {
         "schedule": built.name,
         "pp": built.num_ranks,

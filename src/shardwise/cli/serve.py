@@ -160,7 +160,7 @@ def _serve(options: _Options, trained: TrainedModel, world: World) -> int:
     with StopRequest() as stop:
         sock = bind(options.host, options.port) if is_first else None
         tokenizer = _tokenizer(options, trained) if is_first else None
-        with trained.opened(resolved, world, is_averaged=options.is_averaged) as model:
+        with trained.loaded(resolved, world, is_averaged=options.is_averaged) as model:
             if sock is None or tokenizer is None:
                 ContinuousBatcher(model).run(None)
                 return 0

@@ -126,7 +126,7 @@ def find_gpu(name: str) -> Gpu:
     """
     if name.endswith(".json"):
         path = Path(name).expanduser()
-        return _calibrated(path, path.stat().st_mtime_ns if path.exists() else 0)
+        return _read_calibrated(path, path.stat().st_mtime_ns if path.exists() else 0)
     gpu = _named(name.lower())
     if gpu is None:
         model = re.match(r"[a-z]+\d+", name.lower())
@@ -150,7 +150,7 @@ def _named(lower: str) -> Gpu | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _calibrated(path: Path, _changed_at: int) -> Gpu:
+def _read_calibrated(path: Path, _changed_at: int) -> Gpu:
     content = read(path)
     names = [each.name for each in dataclasses.fields(Gpu)]
     try:

@@ -88,7 +88,7 @@ class TracedModel:
                 f"{self.name} did not run in {precision} when it was traced: {dict(self.refusals).get(precision, '')}\n"
                 f"  Set precision={'bf16' if precision == 'fp32' else 'fp32'}."
             )
-        return _scaled(units, workload.micro_batch / self.batch)
+        return _scale(units, workload.micro_batch / self.batch)
 
     def padded(self, multiple: int) -> tuple[int, TracedModel]:
         """The most expensive width of linear layers that is not a multiple, or 0, and the model with it rounded up.
@@ -135,14 +135,14 @@ class TracedModel:
 
 
 @functools.lru_cache(maxsize=64)
-def _scaled(units: tuple[UnitWork, ...], ratio: float) -> tuple[UnitWork, ...]:
+def _scale(units: tuple[UnitWork, ...], ratio: float) -> tuple[UnitWork, ...]:
     """The work of ``ratio`` times as many samples: everything except parameters is proportional to their number."""
     if ratio == 1:
         return units
-    return tuple(_scaled_unit(unit, ratio) for unit in units)
+    return tuple(_scale_unit(unit, ratio) for unit in units)
 
 
-def _scaled_unit(unit: UnitWork, ratio: float) -> UnitWork:
+def _scale_unit(unit: UnitWork, ratio: float) -> UnitWork:
     bytes_fields = "largest_bytes", "stream_bytes", "inner_bytes", "selective_bytes", "input_bytes", "scores_bytes"
     return dataclasses.replace(
         unit,

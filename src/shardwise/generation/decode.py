@@ -208,9 +208,9 @@ class _Call:
     def run(self) -> Iterator[list[int | None]]:
         """Generate with the model in eval mode."""
         with inference(self._model, self._engine, "sw.generate"):
-            yield from _Columns(*self._prepared(), self._ends).run(self._settings.max_new_tokens)
+            yield from _Columns(*self._prepare(), self._ends).run(self._settings.max_new_tokens)
 
-    def _prepared(self) -> tuple[RowSplit, list[Chunk], Runner]:
+    def _prepare(self) -> tuple[RowSplit, list[Chunk], Runner]:
         """Return the rows, divided over ranks and chunks, and the runner that computes them."""
         pipelined, engine = pipelined_of(self._model), self._engine
         comm = None if engine is None or engine.comms.control.size == 1 else engine.comms.control

@@ -140,14 +140,14 @@ class Stages(Runner):
         self._pending: deque[Handle] = deque()
         for chunk in chunks:
             self.begin(chunk, {stage: chunk.decoder(layers) for stage, layers in self.layers.items()})
-            self._flows[chunk.index, False] = self._traced(chunk, chunk.new_BT[:, :1])
+            self._flows[chunk.index, False] = self._trace_flow(chunk, chunk.new_BT[:, :1])
 
     def begin(self, rows: Rows, decoders: Mapping[int, Forward]) -> None:
         """See :meth:`Runner.begin`."""
         for stage, decoder in decoders.items():
             self._decoders[rows.index, stage] = decoder
             self._has_begun.discard((rows.index, stage))
-        self._flows[rows.index, True] = self._traced(rows, rows.new_BT)
+        self._flows[rows.index, True] = self._trace_flow(rows, rows.new_BT)
 
     def exchange(self, turns: Sequence[tuple[Rows, int]]) -> None:
         """See :meth:`Runner.exchange`.
@@ -223,7 +223,7 @@ class Stages(Runner):
         """Return the tensors between stages in the next forward of some rows."""
         return self._flows[rows.index, (rows.index, stage) not in self._has_begun]
 
-    def _traced(self, rows: Rows, ids_BT: Tensor) -> StageFlow:
+    def _trace_flow(self, rows: Rows, ids_BT: Tensor) -> StageFlow:
         """Return the tensors between stages for new tokens of this shape."""
         call = partial(_trace, rows.make_decoder)
         return self._pipeline.flow(

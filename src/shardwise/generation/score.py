@@ -114,7 +114,7 @@ def score(
         scores_NW = scorer.compute(rows, plans[own_share], num_batches)
     if len(plans) > 1:
         assert engine is not None
-        scores_NW = _joined(engine.comms.control, scores_NW, [_num_scored(rows, plan) for plan in plans])
+        scores_NW = _gather_scores(engine.comms.control, scores_NW, [_num_scored(rows, plan) for plan in plans])
     return scorer.scores(rows, [batch for plan in plans for batch in plan], scores_NW)
 
 
@@ -309,7 +309,7 @@ def _num_scored(rows: Sequence[Row], batches: Sequence[Sequence[int]]) -> int:
     return sum(len(rows[row].ids) - rows[row].start for batch in batches for row in batch)
 
 
-def _joined(comm: Comm, found_NW: Tensor, counts: Sequence[int]) -> Tensor:
+def _gather_scores(comm: Comm, found_NW: Tensor, counts: Sequence[int]) -> Tensor:
     """Join the results of all data-parallel ranks, with ``counts`` tokens each."""
     buffer = found_NW.new_zeros(comm.size, max(counts), found_NW.shape[1])
     buffer[comm.rank, : len(found_NW)] = found_NW

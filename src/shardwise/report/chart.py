@@ -110,7 +110,7 @@ def bar_chart(
         return None
     factor, unit = unit_of(min(most, longest), format_value)
     rows = [
-        {"bar": stack.name, "value": part / factor, "order": index} | _filled(fill, f"{name}: {format_value(part)}")
+        {"bar": stack.name, "value": part / factor, "order": index} | _fill(fill, f"{name}: {format_value(part)}")
         for stack in stacks
         for index, (name, fill) in enumerate(fills.items())
         if (part := stack.parts.get(name, 0)) > 0
@@ -125,7 +125,7 @@ def bar_chart(
     }
 
 
-def _filled(fill: int, text: str) -> dict[str, str | int]:
+def _fill(fill: int, text: str) -> dict[str, str | int]:
     return {"fill": fill, "text": text}
 
 
@@ -146,7 +146,7 @@ def column_chart(
     factor, unit = unit_of(highest, format_value)
     rows = [
         {"x": start, "x2": stop, "value": part / factor, "order": index}
-        | _filled(fill, f"{stack.name}, {name}: {format_value(part)}")
+        | _fill(fill, f"{stack.name}, {name}: {format_value(part)}")
         for (start, stop), stack in zip(pairwise(edges), stacks, strict=True)
         for index, (name, fill) in enumerate(fills.items())
         if (part := stack.parts.get(name, 0)) > 0
@@ -163,7 +163,7 @@ def gantt_chart(names: Mapping[str, str], bars: Sequence[Bar], *, unit: tuple[fl
     rows = [
         {"lane": names[bar.row], "x": bar.start / factor, "x2": bar.stop / factor}
         | {"label": bar.label if 7 * len(bar.label) + 2 <= (bar.stop - bar.start) / end * width else ""}
-        | _filled(bar.fill, bar.text)
+        | _fill(bar.fill, bar.text)
         for bar in bars
     ]
     titles = list(names.values())

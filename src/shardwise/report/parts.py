@@ -43,7 +43,7 @@ ACTIONS = {
 NARROWEST, WIDEST, MOST_ACTIONS = 950.0, 8000.0, 5000
 
 
-def stacked(
+def stacked_bars(
     stacks: Sequence[Stack], order: Sequence[str], *, format_value: Callable[[float], str], **more: Any
 ) -> Figure | None:
     """Make a figure of bars with parts in the order and colours of ``order``; ``None`` if all are empty."""

@@ -12,7 +12,7 @@ from shardwise.planner.explain import gib, recommendation, seconds, title, why
 from shardwise.planner.memory import num_microbatches
 from shardwise.report.chart import Stack
 from shardwise.report.page import page
-from shardwise.report.parts import MEMORY, TIME, Figure, memory_timeline, pipeline, stacked, streams
+from shardwise.report.parts import MEMORY, TIME, Figure, memory_timeline, pipeline, stacked_bars, streams
 from shardwise.report.run_page import flat, mesh_of
 from shardwise.sim.pipeline import SimulatedPipeline
 from shardwise.spec.errors import PlanError
@@ -71,7 +71,7 @@ def _times(plans: Sequence[Estimate]) -> Figure | None:
     numbered = [(name, each) for name, each in numbered if each.fits] or numbered[:1]
     stacks = [Stack(name, each.time.by_category, seconds(each.step_time_s)) for name, each in numbered]
     longest = 2 * statistics.median(each.step_time_s for _, each in numbered)
-    return stacked(stacks, TIME, format_value=seconds, longest=longest)
+    return stacked_bars(stacks, TIME, format_value=seconds, longest=longest)
 
 
 def _memory(plans: Sequence[Estimate]) -> Figure | None:
@@ -85,4 +85,4 @@ def _memory(plans: Sequence[Estimate]) -> Figure | None:
         }
         stacks.append(Stack(f"{index}. {title(each)}", {**memory.by_category, **more}, gib(memory.device_bytes)))
     limit = plans[0].cluster.device.memory_bytes
-    return stacked(stacks, (*MEMORY, "allocator", "context"), format_value=gib, limit=limit, longest=2 * limit)
+    return stacked_bars(stacks, (*MEMORY, "allocator", "context"), format_value=gib, limit=limit, longest=2 * limit)

@@ -205,12 +205,12 @@ def read_run(directory: Path) -> Run:
     problems: list[str] = []
     return Run(
         directory,
-        config=_mapping(directory / CONFIG, problems),
-        plan=_mapping(directory / PLAN, problems),
-        summary=_mapping(directory / SUMMARY, problems),
-        environment=_mapping(directory / ENVIRONMENT, problems),
-        memory=_mapping(directory / MEMORY, problems),
-        predicted=_mapping(directory / PREDICTED, problems),
+        config=_read_mapping(directory / CONFIG, problems),
+        plan=_read_mapping(directory / PLAN, problems),
+        summary=_read_mapping(directory / SUMMARY, problems),
+        environment=_read_mapping(directory / ENVIRONMENT, problems),
+        memory=_read_mapping(directory / MEMORY, problems),
+        predicted=_read_mapping(directory / PREDICTED, problems),
         records=_records(directory / METRICS, problems),
         model=_text(directory / MODEL, problems),
         problems=tuple(problems),
@@ -227,7 +227,7 @@ def _text(path: Path, problems: list[str]) -> str:
         return ""
 
 
-def _mapping(path: Path, problems: list[str]) -> dict[str, Any]:
+def _read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
     text = _text(path, problems)
     if not text.strip():
         return {}

@@ -68,7 +68,7 @@ def run_page(run: Run) -> str:
         f"Run {run.name}",
         run=run,
         training=[figure for figure in figures if figure],
-        peak=parts.stacked(memory_stacks(run), parts.MEMORY, format_value=size) if run.predicted_bytes else None,
+        peak=parts.stacked_bars(memory_stacks(run), parts.MEMORY, format_value=size) if run.predicted_bytes else None,
         predicted_memory=parts.memory_timeline(_moments(run), format_value=size),
         measured_memory=_measured_memory(run),
         by_unit=numbers_of(run.memory.get("peak_by_unit")),
@@ -164,7 +164,7 @@ def _times(run: Run) -> dict[str, parts.Figure | None]:
         "run_times": {"measured": _with_rest(finite(run.summary.get("wall_time_s")), run_times, "start and the rest")},
     }.items():
         stacks = [Stack(name, times, seconds(sum(times.values()))) for name, times in groups.items() if times]
-        found[key] = parts.stacked(stacks, (*parts.TIME, *parts.MEASURED), format_value=seconds)
+        found[key] = parts.stacked_bars(stacks, (*parts.TIME, *parts.MEASURED), format_value=seconds)
     return found
 
 
@@ -271,7 +271,7 @@ def compare_page(runs: Sequence[Run]) -> str:
         letters=letters,
         runs=list(zip(names, runs, strict=True)),
         training=[figure for figure in figures if figure],
-        memory=parts.stacked(stacks, parts.MEMORY, format_value=size),
+        memory=parts.stacked_bars(stacks, parts.MEMORY, format_value=size),
         settings=_differences([flat(run.config) for run in runs]),
         environments=_differences([flat(run.environment) for run in runs]),
     )

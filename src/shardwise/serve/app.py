@@ -193,7 +193,7 @@ async def _answer(request: Request, parsed: ParsedRequest, served: Served, queue
         headers = {"Cache-Control": "no-cache"}
         return StreamingResponse(running.lines(), media_type="text/event-stream", headers=headers)
     answer = asyncio.ensure_future(running.whole())
-    disconnected = asyncio.ensure_future(_disconnected(request))
+    disconnected = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait({answer, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         return JSONResponse(answer.result()) if answer.done() else _disconnected_answer(request, ClientDisconnect())
@@ -206,7 +206,7 @@ async def _answer(request: Request, parsed: ParsedRequest, served: Served, queue
         await asyncio.gather(answer, disconnected, return_exceptions=True)
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -115,7 +115,7 @@ class ParsedRequest:
         return self.echoes is not None
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     """Return a single text as a list."""
     return [value] if isinstance(value, str) else value
 
@@ -149,7 +149,7 @@ class _Common(_Fields):
     top_k: int | None = None
     ignore_eos: bool = False
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: Annotated[list[str], FailFast(), BeforeValidator(_listed)] = []
+    stop: Annotated[list[str], FailFast(), BeforeValidator(_as_list)] = []
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 
@@ -179,7 +179,7 @@ class _Chat(_Common):
 
 def read_completion(body: Any, served: Served) -> ParsedRequest:
     """Parse a request for completions."""
-    fields = _checked(_Completion, body, served)
+    fields = _validate(_Completion, body, served)
     prompts = _prompts(fields.prompt)
     _check_count(len(prompts), fields, served)
     for number, each in enumerate(prompts):
@@ -205,7 +205,7 @@ def read_chat(body: Any, served: Served) -> ParsedRequest:
     Raises:
         RequestError: The request is not supported.
     """
-    fields = _checked(_Chat, body, served)
+    fields = _validate(_Chat, body, served)
     _check_count(1, fields, served)
     texts = [part.text for message in fields.messages for part in message.content]
     _check_begin("\n".join(texts), "the conversation", "messages", served)
@@ -263,7 +263,7 @@ def _check_count(num_prompts: int, fields: _Common, served: Served) -> None:
         )
 
 
-def _checked(kind: type[Any], body: Any, served: Served) -> Any:
+def _validate(kind: type[Any], body: Any, served: Served) -> Any:
     if not isinstance(body, dict):
         raise RequestError(f"the body is {type(body).__name__}, expected a JSON object")
     body = {key: value for key, value in body.items() if key not in _IGNORED}

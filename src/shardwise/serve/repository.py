@@ -89,11 +89,11 @@ def write_repository(
         elsewhere = None if trained.folder is None else str(trained.folder.resolve())
         if backend == "python":
             (version / "model.py").write_text(_PYTHON, "utf-8")
-            config = _PYTHON_CONFIG.format(name=_quoted(name), model=_quoted(elsewhere or _WEIGHTS))
+            config = _PYTHON_CONFIG.format(name=_quote(name), model=_quote(elsewhere or _WEIGHTS))
         else:
             engine = {"model": elsewhere or str((version / _WEIGHTS).resolve())}
             (version / "model.json").write_text(json.dumps(engine, indent=2) + "\n", "utf-8")
-            config = _VLLM_CONFIG.format(name=_quoted(name))
+            config = _VLLM_CONFIG.format(name=_quote(name))
         (place / "config.pbtxt").write_text(config, "utf-8")
     except BaseException as error:
         shutil.rmtree(place, ignore_errors=True)
@@ -103,6 +103,6 @@ def write_repository(
     return place
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Return a quoted string of protobuf's text format, whose escapes for ASCII are the same as JSON's."""
     return json.dumps(text, ensure_ascii=False)

@@ -113,7 +113,7 @@ def serve(
     )
     hosts = [*_LOOPBACK, "[::1]", host] if is_loopback(host) else ["*"]
     app = make_app(served, queue, lambda: scheduler.num_running, hosts=hosts, api_key=api_key)
-    with _listening(app, sock, max_rows + max_waiting + _SPARE_CONNECTIONS) as thread:
+    with _serve_http(app, sock, max_rows + max_waiting + _SPARE_CONNECTIONS) as thread:
         address, port = sock.getsockname()[:2]
         say(f"http://{f'[{address}]' if ':' in address else address}:{port}/v1")
         try:
@@ -151,7 +151,7 @@ class _Protocol(H11Protocol):
 
 
 @contextlib.contextmanager
-def _listening(app: Any, sock: socket.socket, most_connections: int) -> Iterator[threading.Thread]:
+def _serve_http(app: Any, sock: socket.socket, most_connections: int) -> Iterator[threading.Thread]:
     """Answer HTTP in a thread; at the end of the block, complete the running answers.
 
     Requests on more than ``most_connections`` get status 503. Connections beyond twice that number are closed.

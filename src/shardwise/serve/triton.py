@@ -76,7 +76,7 @@ class TritonPythonModel:
             world = World()
             resolved = self._trained.resolve([], world.size)
             self._trained.check_continues(resolved)
-            with self._trained.opened(resolved, world, is_averaged=False) as model:
+            with self._trained.loaded(resolved, world, is_averaged=False) as model:
                 batcher = ContinuousBatcher(model)
                 self._served = Served(self._name, self._tokenizer, batcher.vocab_size, batcher.positions)
                 scheduler = Scheduler(self._queue, batcher.num_batches, self._max_rows)

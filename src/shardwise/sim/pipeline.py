@@ -104,7 +104,7 @@ class SimulatedPipeline:
                 found[category] = found.get(category, 0.0) + seconds * self.schedule.num_microbatches
             for category, seconds in times.exposed_once.items():
                 found[category] = found.get(category, 0.0) + seconds
-        if waited := self._gathering(self.fullest_rank):
+        if waited := self._gather_wait_s(self.fullest_rank):
             found["gather"] = found.get("gather", 0.0) + waited
         compute = self._busy(self.fullest_rank) - sum(found.values())
         found = {COMPUTE: compute, **found, "pp bubble": self.bubble_s}
@@ -119,9 +119,9 @@ class SimulatedPipeline:
             times = self.stages[stage]
             total += m * (times.forward_s + times.backward_input_s + times.backward_weight_s)
             total += times.last_backward_s
-        return total + self._gathering(rank) + self.stages[self.timing.spans[rank][-1].action.stage].tail_s
+        return total + self._gather_wait_s(rank) + self.stages[self.timing.spans[rank][-1].action.stage].tail_s
 
-    def _gathering(self, rank: int) -> float:
+    def _gather_wait_s(self, rank: int) -> float:
         """Seconds in which the first forwards of a rank's stages wait only for its gathers."""
         waits = (self.timing.held_up.get((Kind.FORWARD, stage, 0), 0) for stage in self.schedule.stages(rank))
         return sum(waits) * float(self.timing.unit)
@@ -154,16 +154,16 @@ def simulate_pipeline(
     for number, stage in enumerate(stages):
         durations.append(
             Durations(
-                max(_rounded(stage.forward_s), _TICK_S),
-                max(_rounded(stage.backward_input_s), _TICK_S),
-                max(_rounded(stage.backward_weight_s), _TICK_S),
-                _rounded(stage.message_s),
+                max(_round_to_tick(stage.forward_s), _TICK_S),
+                max(_round_to_tick(stage.backward_input_s), _TICK_S),
+                max(_round_to_tick(stage.backward_weight_s), _TICK_S),
+                _round_to_tick(stage.message_s),
             )
         )
         if stage.last_backward_s:
             backward_s = stage.backward_weight_s + (0.0 if plain.is_split else stage.backward_input_s)
             kind = Kind.BACKWARD_WEIGHT if plain.is_split else Kind.BACKWARD
-            exceptions[kind, number, last] = _rounded(backward_s + stage.last_backward_s)
+            exceptions[kind, number, last] = _round_to_tick(backward_s + stage.last_backward_s)
     timing = simulate(plain, durations, exceptions=exceptions, earliest=_gathered_at(plain, stages))
     return SimulatedPipeline(plain, tuple(stages), timing)
 
@@ -176,12 +176,12 @@ def _gathered_at(schedule: Schedule, stages: Sequence[StageSeconds]) -> dict[Key
         for number in schedule.stages(rank):
             stage = stages[number]
             if stage.first_wait_s:
-                found[Kind.FORWARD, number, 0] = _rounded(before + stage.first_wait_s)
+                found[Kind.FORWARD, number, 0] = _round_to_tick(before + stage.first_wait_s)
             before += stage.gather_s
     return found
 
 
-def _rounded(seconds: float) -> Fraction:
+def _round_to_tick(seconds: float) -> Fraction:
     return round(seconds / _TICK_S) * _TICK_S
 
 

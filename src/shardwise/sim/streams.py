@@ -241,7 +241,7 @@ def _exposed(timeline: Timeline) -> dict[str, float]:
         computing = span.end_s
     if spans and timeline.end_s > computing:
         last = max(range(len(spans)), key=lambda index: spans[index].end_s)
-        for category, seconds in _blamed(spans, previous, last, computing, timeline.end_s):
+        for category, seconds in _split_wait(spans, previous, last, computing, timeline.end_s):
             found[category] = found.get(category, 0.0) + seconds
     return found
 
@@ -255,10 +255,10 @@ def _waits(
         return
     blocker = max(spans[index].task.after, key=lambda other: spans[other].end_s, default=None)
     if blocker is not None:
-        yield from _blamed(spans, previous, blocker, since, begin)
+        yield from _split_wait(spans, previous, blocker, since, begin)
 
 
-def _blamed(
+def _split_wait(
     spans: Sequence[Span], previous: Sequence[int | None], index: int | None, since: float, until: float
 ) -> Iterator[tuple[str, float]]:
     """Split a wait over the task that ended it, the task that this one waited for, and so on."""

@@ -80,7 +80,7 @@ def train(
             raise SystemExit(code)
         return found
     with tempfile.TemporaryDirectory(prefix="shardwise-train-") as private:  # mode 0700
-        file, spec_file = _written(config, Path(private)), None
+        file, spec_file = _write_config(config, Path(private)), None
         if spec is not None:
             spec_file = Path(private) / "spec.pkl"
             spec_file.write_bytes(serialize(spec))
@@ -122,7 +122,7 @@ def _read(
     return raw, run_dir
 
 
-def _written(config: str | os.PathLike[str] | Mapping[str, Any], private: Path) -> Path:
+def _write_config(config: str | os.PathLike[str] | Mapping[str, Any], private: Path) -> Path:
     """Return the path of the configuration's file, which workers read again; a mapping is written to a file."""
     if not isinstance(config, Mapping):
         return Path(config)

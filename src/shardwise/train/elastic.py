@@ -114,9 +114,9 @@ def _advice(raw: RawConfig, world: World) -> str:
     if not fitting:
         return "No number of machines like this one fits. Continue with --resume and another parallel section."
     near = sorted(sorted(fitting, key=lambda size: abs(size - world.size))[:4])
-    return f"It continues with {_listed(near)} ranks: continue with --resume on as many, or let --nnodes name them."
+    return f"It continues with {_join_words(near)} ranks: continue with --resume on as many, or let --nnodes name them."
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _join_words(numbers: Sequence[int]) -> str:
     *first, last = map(str, numbers)
     return f"{', '.join(first)} or {last}" if first else last

@@ -135,7 +135,8 @@ def launch_training(
         folder.choose(resolved.config.name, directory, **is_resuming)  # check again under the lock
         verb, *others = arguments
         words, lower_lr = [verb, f"--run-dir={directory}", *others], resolved.config.optimizer.lr / 10
-        again, lower = f"continue with `{_resuming(words)}`", f"lower the rate, as by `{_resuming(words, lower_lr)}`"
+        again = f"continue with `{_resume_command(words)}`"
+        lower = f"lower the rate, as by `{_resume_command(words, lower_lr)}`"
         if spec_file is not None:
             call = f"sw.train(config, spec, run_dir={str(directory)!r}, resume=True)"
             again, lower = f"continue with `{call}`", f"continue with a lower rate, by `{call}`"
@@ -167,7 +168,7 @@ def _restart_point(directory: Path, resume: str | None, upload_to: str | None) -
     return "the beginning" if is_beginning else printable(resume)
 
 
-def _resuming(words: Sequence[str], lr: float | None = None) -> str:
+def _resume_command(words: Sequence[str], lr: float | None = None) -> str:
     """Return the command that continues a run started with these arguments, with learning rate ``lr`` if given."""
     text = "\0".join(words)
     if lr is not None:

@@ -128,11 +128,11 @@ class TrainedModel:
         """Join the world, load the model and continue ``rows`` as ``sw.generate_stream``, on all ranks to the end."""
         import shardwise as sw
 
-        with self.opened(resolved, world, is_averaged=is_averaged) as model:
+        with self.loaded(resolved, world, is_averaged=is_averaged) as model:
             yield from sw.generate_stream(model, rows, **settings)
 
     @contextlib.contextmanager
-    def opened(self, resolved: RunConfig, world: World, *, is_averaged: bool) -> Iterator[nn.Module]:
+    def loaded(self, resolved: RunConfig, world: World, *, is_averaged: bool) -> Iterator[nn.Module]:
         """Join the world and load the model under a plan for generation; leave the world at the end of the block.
 
         Collective:

@@ -111,7 +111,7 @@ def compare_with_one_process(
 
     def batch(step: int) -> Any:
         if isinstance(data.train, UserSamples):
-            return _checked(data.train.batch(range(step * size, (step + 1) * size), device), size)
+            return _check_batch(data.train.batch(range(step * size, (step + 1) * size), device), size)
         held = to_tensors(data.train, range(step * size, (step + 1) * size), device)
         inputs_BT = held.inputs
         if config.model.hf is None:  # all tokens of conversations count here, because the mean is taken per rank
@@ -135,7 +135,7 @@ def compare_with_one_process(
         torch.set_rng_state(generator)
 
 
-def _checked(batch: Any, size: int) -> Any:
+def _check_batch(batch: Any, size: int) -> Any:
     """Return a batch of ``size`` samples; refuse a batch whose tensors cannot be split by samples."""
     for tensor in tree_leaves(batch):
         if isinstance(tensor, torch.Tensor) and tensor.dim() and len(tensor) != size:

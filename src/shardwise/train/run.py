@@ -30,8 +30,8 @@ from shardwise.launch.world import World, read_world
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.spec.text import printable
 from shardwise.train.callback import Callback, Record
-from shardwise.train.checkpoints.checkpoints import resharded, saved_config
-from shardwise.train.checkpoints.saved_state import of_reader, packed
+from shardwise.train.checkpoints.checkpoints import mesh_changes, saved_config
+from shardwise.train.checkpoints.saved_state import of_reader, pack_state
 from shardwise.train.config.resolve import GPU_LOG_EVERY
 from shardwise.train.config.sections import Config, read_config
 from shardwise.train.control import differences
@@ -139,7 +139,7 @@ class Run:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self._directory, self._own_config, self._predicted = Path(directory), dict(config or {}), predicted
-        self._config = _checked(steps, checkpoint, log, train)
+        self._config = _check_config(steps, checkpoint, log, train)
         samplers: list[tuple[str, object]] = [] if sampler is None else [("sampler", sampler)]
         schedules = scheduler if isinstance(scheduler, Sequence) else () if scheduler is None else (scheduler,)
         for name, value in [*samplers, *(("scheduler", each) for each in schedules)]:
@@ -210,7 +210,7 @@ class Run:
         Raises:
             SystemExit: A stop was requested, or an error of ours was raised on one of several ranks.
         """
-        loop = self._running
+        loop = self._started_loop
         with self._exit_codes():
             try:
                 if kind is None:
@@ -241,7 +241,7 @@ class Run:
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     @property
-    def _running(self) -> Loop:
+    def _started_loop(self) -> Loop:
         if self._loop is None:
             raise StateError("the run has not begun.\n  Use it in a with statement: with sw.Run(...) as run:")
         return self._loop
@@ -252,7 +252,7 @@ class Run:
         Collective:
             Every ``log.every`` steps two all-gathers, and those of saves: all ranks make the same steps.
         """
-        self._steps = self._make_steps(self._running)
+        self._steps = self._make_steps(self._started_loop)
         return self._steps
 
     def _make_steps(self, loop: Loop) -> Generator[int]:
@@ -294,7 +294,7 @@ class Run:
                 f"run.log({', '.join(sorted(reserved))}=...): the record has this already; name it otherwise."
             )
         fields = {"loss": loss, "grad_norm": grad_norm, "tokens": tokens, **values}
-        self._logged |= {name: _detached(name, value) for name, value in fields.items() if value is not None}
+        self._logged |= {name: _detach(name, value) for name, value in fields.items() if value is not None}
 
     def _record_values(self, loop: Loop) -> None:
         model, found = self._parts.model, dict(self._logged)
@@ -309,21 +309,21 @@ class Run:
     @contextlib.contextmanager
     def long(self, phase: str = "evaluation") -> Iterator[None]:
         """Extend the time limit in this block, for work that takes longer than a step, such as an evaluation."""
-        with self._running.timeouts.long(phase):
+        with self._started_loop.timeouts.long(phase):
             yield
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar, on rank 0."""
-        self._running.progress.say(text)
+        self._started_loop.progress.say(text)
 
     def stop(self, reason: str) -> None:
         """End the run with a final checkpoint when metrics are next read; may be called on any rank."""
-        self._running.must_end = reason
+        self._started_loop.must_end = reason
 
     @property
     def step(self) -> int:
         """Number of steps that the run has made so far."""
-        return self._running.step
+        return self._started_loop.step
 
     @property
     def directory(self) -> Path:
@@ -333,14 +333,14 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """The current content of ``summary.json``: steps, losses, predicted and measured memory and time."""
-        return self._running.summary
+        return self._started_loop.summary
 
     # --- methods that the loop calls on its owner --------------------------------------------------------------------
 
     def _shared(self) -> dict[str, Any]:
         """Return the state that must be the same on every rank; a loader's state may differ."""
         states = {
-            name: packed(part.state_dict(), f"sw.Run({name}=...)")
+            name: pack_state(part.state_dict(), f"sw.Run({name}=...)")
             for name, part in self._stateful.items()
             if name == "scheduler" or isinstance(part, sw.DistributedSampler)
             if part is not None
@@ -356,7 +356,7 @@ class Run:
         """
         state, sampler = self._shared(), self._stateful["sampler"]
         if sampler is not None and "sampler" not in state["kept"]:
-            by_rank = self._running.control.all_json(packed(sampler.state_dict(), "sw.Run(sampler=...)"))
+            by_rank = self._started_loop.control.all_json(pack_state(sampler.state_dict(), "sw.Run(sampler=...)"))
             is_one = all(each == by_rank[0] for each in by_rank)
             state["kept"]["sampler"] = by_rank[0] if is_one else {_BY_RANK: by_rank}
         return state | {"kept": plain.unpack(state["kept"])}
@@ -374,7 +374,7 @@ class Run:
             found = differences(saved.get("own", {}), self._own_config)
             return [f"config.{key}: {printable(old)} -> {printable(new)}" for key, old, new in found]
 
-        return self._running.control.on_first(compare)
+        return self._started_loop.control.on_first(compare)
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
         """Restore sampler and scheduler."""
@@ -392,13 +392,13 @@ class Run:
                     " another folder."
                 )
             if part is not None:
-                value, control = saved[name], self._running.control
+                value, control = saved[name], self._started_loop.control
                 if isinstance(value, dict) and value.keys() == {_BY_RANK}:
                     what = "sw.Run(sampler=...) was that of each of {} ranks"
                     instead = "read by an sw.DistributedSampler"
                     value = of_reader(value[_BY_RANK], control.rank, control.size, what, instead)
                 part.load_state_dict(value)
-        lines = resharded(state.get("mesh") or {}, sw.summary(self._parts.model).mesh)
+        lines = mesh_changes(state.get("mesh") or {}, sw.summary(self._parts.model).mesh)
         loader = self._stateful["sampler"]
         if lines and loader is not None and not isinstance(loader, sw.DistributedSampler):
             lines.append(
@@ -437,7 +437,7 @@ class Run:
         )
 
 
-def _checked(
+def _check_config(
     steps: int, checkpoint: Mapping[str, Any] | None, log: Mapping[str, Any] | None, train: Mapping[str, Any] | None
 ) -> Config:
     """Return the configuration of all sections; raise with every mistake at once."""
@@ -471,10 +471,10 @@ def _num_schedules(schedulers: Any) -> str:
     return "one schedule"
 
 
-def _detached(name: str, value: Any) -> Any:
+def _detach(name: str, value: Any) -> Any:
     """Return a copy of a value without its graph, because it is read some steps later."""
     if isinstance(value, Mean) and name not in _KNOWN:
-        return Mean(_detached(name, value.total), _detached(name, value.count))
+        return Mean(_detach(name, value.total), _detach(name, value.count))
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().clone()
     if isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, Tensor)):

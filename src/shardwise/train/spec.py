@@ -101,7 +101,7 @@ class TrainSpec:
         """
         called = ("model", "collate", "forward", "loss", "optimizer", "schedule")
         wrong = [
-            f"{name}={_shown(value)}: expected something to call"
+            f"{name}={_show(value)}: expected something to call"
             for name in called
             if (value := getattr(self, name)) is not None and not callable(value)
         ]
@@ -114,7 +114,7 @@ class TrainSpec:
         if "loss" in self.metrics:
             wrong.append("metrics['loss']: eval_loss is the held-out loss; name it otherwise")
         wrong += [
-            f"callbacks: {_shown(each)} is not an sw.Callback"
+            f"callbacks: {_show(each)} is not an sw.Callback"
             for each in self.callbacks
             if not isinstance(each, Callback)
         ]
@@ -146,13 +146,13 @@ def _wrong_data(data: Any) -> str:
             " the loader of a reader: data(reader, readers)"
         )
     if not hasattr(data, "__iter__"):
-        return f"={_shown(data)}: expected a data set or an iterable"
+        return f"={_show(data)}: expected a data set or an iterable"
     if iter(data) is data:
-        return f"={_shown(data)}: it can be read once, and is read from its beginning several times; give what makes it"
+        return f"={_show(data)}: it can be read once, and is read from its beginning several times; give what makes it"
     return ""
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     return printable(repr(value))[:60]
 
 

@@ -22,8 +22,8 @@ from shardwise.spec.run_files import MODEL, SAMPLES
 from shardwise.spec.text import printable
 from shardwise.train import folder
 from shardwise.train.checkpoints import random_state
-from shardwise.train.checkpoints.checkpoints import check_config, resharded, saved_config
-from shardwise.train.checkpoints.saved_state import check_state, of_reader, packed
+from shardwise.train.checkpoints.checkpoints import check_config, mesh_changes, saved_config
+from shardwise.train.checkpoints.saved_state import check_state, of_reader, pack_state
 from shardwise.train.config.resolve import RunConfig, data_of
 from shardwise.train.data.mixture import MixedSampler, MixedSamples
 from shardwise.train.data.packing import PackedRows
@@ -209,7 +209,7 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return the state for checkpoints in addition to tensors. Exchanges small JSON with an adapter or loaders."""
-        sampler = packed(self.sampler.state(), "TrainSpec(data=...)")
+        sampler = pack_state(self.sampler.state(), "TrainSpec(data=...)")
         if isinstance(self.sampler, LoaderSampler):
             by_reader = dict(self.control.all_json([self.sampler.data_parallel_rank, sampler["own"]]))
             sampler["own"] = [by_reader[reader] for reader in range(self.sampler.data_parallel_size)]
@@ -248,7 +248,7 @@ class Trainer:
             what, instead = "TrainSpec(data=...) was that of each of {} readers", "give a data set with len and items"
             sampler["own"] = of_reader(sampler["own"], self.sampler.data_parallel_rank, readers, what, instead)
         self.sampler.load_state(sampler)
-        return resharded(state.get("mesh") or {}, self.resolved.mesh.sizes)
+        return mesh_changes(state.get("mesh") or {}, self.resolved.mesh.sizes)
 
     def evaluate(self) -> dict[str, float] | None:
         """Evaluate and print the held-out loss and metrics, as ``Evaluation.values``."""

@@ -82,7 +82,7 @@ _LONG_WAIT_S = 1.0
 _NEW_LENGTH = " (from here on the learning rate is that of a schedule of the new length)"
 
 
-def resharded(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+def mesh_changes(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     """Return a line about the meshes of a checkpoint and of this run (sizes by axis) if they differ."""
     if not before or before == now:
         return []
@@ -169,7 +169,7 @@ def check_config(saved: Mapping[str, Any], config: Config, overridden: Collectio
     requested = [key for key in _ON_REQUEST if any(_is_in(name, (key,)) for name in overridden)]
     wrong = [entry for entry in changed if not _is_in(entry[0], (*_FREE, *requested))]
     if wrong:
-        rows = [("key", "the run has", "now"), *((key, _shown(old), _shown(new)) for key, old, new in wrong)]
+        rows = [("key", "the run has", "now"), *((key, _format(old), _format(new)) for key, old, new in wrong)]
         table = "\n".join(f"  {line}" for line in aligned(rows, words=range(3)))
         batch = next((old for key, old, _ in wrong if key == "train.global_batch_size"), None)
         accumulated = f" (--set train.global_batch_size={batch} --set train.gradient_accumulation_steps=null)"
@@ -179,7 +179,7 @@ def check_config(saved: Mapping[str, Any], config: Config, overridden: Collectio
             f" optimizer.lr=1e-4). Restore the others{accumulated if batch else ''}, or start a new run."
         )
     lines = [
-        f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in changed if _is_in(key, (*_REPORTED, *requested))
+        f"{key}: {_format(old)} -> {_format(new)}" for key, old, new in changed if _is_in(key, (*_REPORTED, *requested))
     ]
     bends = config.schedule.name != "constant"
     return [f"{line}{_NEW_LENGTH if bends and line.startswith('train.steps') else ''}" for line in lines]
@@ -190,7 +190,7 @@ def _is_in(key: str, keys: Iterable[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in keys)
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     text = printable("(not set)" if value is None else value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -258,7 +258,7 @@ class Checkpoints:
                 allow_non_finite=self._allows_non_finite,
             )
         except StorageError as error:
-            return "\n".join(filter(None, (message, self._failed(step, error))))
+            return "\n".join(filter(None, (message, self._record_failure(step, error))))
         if not waits:
             self._saving_step, self._is_reported = step, False
             return message
@@ -296,7 +296,7 @@ class Checkpoints:
         try:
             sw.finish_save(self._model)
         except (StorageError, CheckpointError) as error:
-            message = self._failed(step, error)
+            message = self._record_failure(step, error)
             return None if self._is_reported else message
         self.saved_step = step
         return "\n".join(self._upload(step)) or None
@@ -323,7 +323,7 @@ class Checkpoints:
                     "  Nothing is saved any more. Start the run anew, or put its folder back and resume."
                 )
 
-    def _failed(self, step: int, error: ShardwiseError) -> str:
+    def _record_failure(self, step: int, error: ShardwiseError) -> str:
         self.failures.append(f"step {step}: {str(error).splitlines()[0]}")
         return self._warning(step, str(error))
 

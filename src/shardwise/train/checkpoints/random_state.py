@@ -44,10 +44,10 @@ def take(device: torch.device) -> Generators:
 
 def capture(device: torch.device) -> dict[str, Any]:
     """Return the current states of all generators as plain values."""
-    return described(take(device))
+    return to_plain(take(device))
 
 
-def described(generators: Generators) -> dict[str, Any]:
+def to_plain(generators: Generators) -> dict[str, Any]:
     """Return states of generators as plain values, for :func:`restore`."""
     version, words, gauss = generators.python
     name, keys, position, has_gauss, cached = generators.numpy

@@ -126,13 +126,13 @@ def check_state(
             f"{printable(path)} was not saved by `shardwise train`: it has no step or progress.\n"
             "  Load it with sw.load()."
         )
-    saved = _validated(path, SavedRun, state)
+    saved = _validate(path, SavedRun, state)
     if saved.scaler:
-        _validated(path, SavedScaler, saved.scaler)
+        _validate(path, SavedScaler, saved.scaler)
     config = check_sections(path, saved.config)
     wrong = _contradictions(saved, checkpoint.manifest, batch)
     if wrong:
-        raise _refused(path, wrong)
+        raise _refusal(path, wrong)
     if spec is not None and spec.code != saved.code and not allows_other_code:
         raise CheckpointError(
             f"checkpoint {printable(path)} was saved by a run whose spec was other code (its hash has changed).\n"
@@ -148,22 +148,22 @@ def check_state(
     odd = [(found, lr) for found, lr in rates if not _is_near(found, lr)]
     if odd and saved.step:
         found, lr = odd[0]
-        raise _refused(
+        raise _refusal(
             path, [f"optimizer.lr: {found}, expected {lr:g}, as its configuration has for step {saved.step}"]
         )
 
 
 def check_sections(path: Path, config: Mapping[str, Any]) -> Config:
     """Validate the configuration in a checkpoint, or some sections of it."""
-    return _validated(path, Config, config)
+    return _validate(path, Config, config)
 
 
-def _validated(path: Path, kind: type[_Model], value: Any) -> _Model:
+def _validate(path: Path, kind: type[_Model], value: Any) -> _Model:
     try:
         return kind.model_validate(value)
     except pydantic.ValidationError as error:
         items, of = error.errors(include_url=False)[:5], _PARTS.get(error.title, "")
-        raise _refused(path, [f"{of}{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in items]) from None
+        raise _refusal(path, [f"{of}{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in items]) from None
 
 
 def _contradictions(saved: SavedRun, manifest: Manifest, batch: int) -> list[str]:
@@ -202,7 +202,7 @@ def _is_near(value: Any, expected: float) -> bool:
     return isinstance(value, int | float) and math.isclose(value, expected, rel_tol=1e-6)
 
 
-def _refused(path: Path, lines: list[str]) -> CheckpointError:
+def _refusal(path: Path, lines: list[str]) -> CheckpointError:
     listed = "".join(f"\n  - {printable(line)}" for line in lines)
     return CheckpointError(
         f"checkpoint {printable(path)}: what it says of its run cannot be right:{listed}\n"
@@ -211,7 +211,7 @@ def _refused(path: Path, lines: list[str]) -> CheckpointError:
     )
 
 
-def packed(state: Any, what: str) -> Any:
+def pack_state(state: Any, what: str) -> Any:
     """Return a state as JSON, which ``plain.unpack`` reads; raise a ConfigError if that is not possible."""
     try:
         return plain.pack(state, "it")

@@ -23,7 +23,7 @@ from shardwise.train.data.tokenizer import BYTES, FolderTokenizer, Tokenizer, fi
 from shardwise.train.task import CLASS, MASKED, Task
 
 
-def packing(raw: RawConfig, plan: ParallelPlan) -> bool:
+def check_packing(raw: RawConfig, plan: ParallelPlan) -> bool:
     """Return whether several examples share a sample; refuse settings that the model or ``cp`` does not support."""
     data, is_from_hf = raw.config.data, raw.config.model.hf is not None
     for key, setting in (("packing", data.packing), ("separate_documents", data.separate_documents)):
@@ -113,7 +113,7 @@ def _source(
             )
             raw.refuse("data", "tokenizer", message)
         if source.kind != "tokens":
-            source = _tokenized(raw, section, source, tokenizer, task, at=at, say=say, reads=reads)
+            source = _tokenize_source(raw, section, source, tokenizer, task, at=at, say=say, reads=reads)
     if (source.vocab_size or 0) > vocab_size:
         advice = f"set model.vocab_size={source.vocab_size}"
         if config.model.hf:
@@ -137,7 +137,7 @@ def _with_tokens(raw: RawConfig, task: Task, tokenizer: Tokenizer) -> Task:
     return task
 
 
-def _tokenized(
+def _tokenize_source(
     raw: RawConfig,
     section: MixedSection | DataSection,
     source: Source,

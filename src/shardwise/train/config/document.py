@@ -54,15 +54,15 @@ class Document:
 
     def merge(self, over: Document) -> None:
         """Merge ``over`` into these values: mappings key by key, everything else is replaced."""
-        self.values = _merged(self.values, over.values)
+        self.values = _merge_values(self.values, over.values)
         self.where |= over.where
         self.texts |= over.texts
 
 
-def _merged(base: Any, over: Any) -> Any:
+def _merge_values(base: Any, over: Any) -> Any:
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
-    return base | {key: _merged(base[key], value) if key in base else value for key, value in over.items()}
+    return base | {key: _merge_values(base[key], value) if key in base else value for key, value in over.items()}
 
 
 def read_document(path: Path, *, takes_toml: bool = False) -> Document:

@@ -23,7 +23,7 @@ from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.policies import PrecisionPolicy
 from shardwise.spec.schedule.builders import PipelinePolicy
 from shardwise.spec.shape.gpt import PRESETS, GPTConfig, gpt_config
-from shardwise.train.config.data import packing, sources
+from shardwise.train.config.data import check_packing, sources
 from shardwise.train.config.hf import LanguageModel, NotTrainedError, read_language_model, stored_dtype
 from shardwise.train.config.sections import (
     Config,
@@ -185,7 +185,7 @@ def resolve(
         _check_in_backward(raw, plan, batch)
     raw.raise_if_any()
 
-    packs = packing(raw, plan)
+    packs = check_packing(raw, plan)
     _check_task(raw, facts.task, plan)
     if spec.data is None:
         source, tokenizer, end_token, task = sources(raw, facts, say, reads=checks_data)

@@ -544,7 +544,7 @@ def read_config(
             raw.mistakes[problem.where, problem.message] = None
     stem = "run" if path is None else Path(path).stem
     document.values = {"name": stem if re.fullmatch(_NAME, stem) else "run", **document.values}
-    raw.config = _checked(raw)
+    raw.config = _check_fields(raw)
     return raw
 
 
@@ -622,7 +622,7 @@ def _merge_override(document: Document, text: str) -> None:
 _MIX = ("data", "mix")
 
 
-def _checked(raw: RawConfig) -> Config:
+def _check_fields(raw: RawConfig) -> Config:
     """Return the values that are valid alone; report the others and replace them with their defaults."""
     values = copy.deepcopy(raw.document.values)
     values |= {key: {} for key, fields in values.items() if fields is None and key in _SECTIONS}

@@ -66,7 +66,7 @@ def _end_of(text: str, before: str, with_answer: str, content: Any) -> int | Non
     return None
 
 
-def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """Convert a conversation to text by a chat template of ``tokenizer``. Templates raise any exception.
 
     A MemoryError, TimeoutError or ValueError means that the template exceeded the limits.
@@ -105,7 +105,7 @@ class Chat:
     def encode(self, rows: Sequence[Placed]) -> list[Example]:
         """Convert rows to examples."""
         if self._is_marked:
-            return [self._marked(location, row) for location, row in rows]
+            return [self._encode_marked(location, row) for location, row in rows]
         texts, spans = zip(*(self._text_of(location, row) for location, row in rows), strict=True)
         adds = self.column == PROMPT  # a template writes the begin-of-text token itself
         options = {"return_offsets_mapping": True, "verbose": False, "padding": False}
@@ -141,8 +141,8 @@ class Chat:
             if not isinstance(value, list) or not isinstance(answer, list):
                 raise self._wrong(location, f"{PROMPT} and {COMPLETION} are texts, or both lists of messages")
             begin = self._messages(location, value)
-            return self._rendered(location, begin + self._messages(location, answer), tools, first=len(begin))
-        return self._rendered(location, self._messages(location, value), tools)
+            return self._render(location, begin + self._messages(location, answer), tools, first=len(begin))
+        return self._render(location, self._messages(location, value), tools)
 
     def _messages(self, location: str, value: Any) -> list[dict[str, Any]]:
         if not isinstance(value, list):
@@ -162,7 +162,7 @@ class Chat:
             raise self._wrong(location, "a conversation has messages")
         return found
 
-    def _rendered(
+    def _render(
         self, location: str, messages: list[dict[str, Any]], tools: Any, *, first: int = 0
     ) -> tuple[str, list[tuple[int, int]] | None]:
         text = self._apply(location, messages, tools)
@@ -193,7 +193,7 @@ class Chat:
             return False
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.tokenizer.get_chat_template(self.template)) is not None
 
-    def _marked(self, location: str, row: Mapping[str, Any]) -> Example:
+    def _encode_marked(self, location: str, row: Mapping[str, Any]) -> Example:
         """Convert a row by a template that marks the assistant's text."""
         messages = self._messages(location, row.get(self.column))
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
@@ -206,7 +206,7 @@ class Chat:
             return ""
         settings = {"tools": tools, "chat_template": self.template}
         try:
-            text = rendered(
+            text = render(
                 self.tokenizer, messages, **settings, add_generation_prompt="add_generation_prompt" in options
             )
             return (

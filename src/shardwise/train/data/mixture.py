@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from shardwise.train.data.rows import Rows, Samples, joined
-from shardwise.train.data.sampler import Sampler, permuted
+from shardwise.train.data.rows import Rows, Samples, concatenate
+from shardwise.train.data.sampler import Sampler, permute
 
 
 class Apportionment:
@@ -48,10 +48,10 @@ class Apportionment:
         early = max(position - len(self._halves), 0)  # each source is at most half a sample ahead of its share
         counts = self.due_before(math.floor(early * self._time_of_sample))
         while sum(counts) < position:
-            counts[self.following(counts)] += 1
+            counts[self.next_source(counts)] += 1
         return counts
 
-    def following(self, counts: Sequence[int]) -> int:
+    def next_source(self, counts: Sequence[int]) -> int:
         """Return the source of the next sample after ``counts`` of each source have been taken."""
         return min(range(len(counts)), key=lambda source: self.due(source, counts[source]))
 
@@ -94,7 +94,7 @@ class MixedSamples:
     def rows(self, indices: Sequence[int]) -> Rows:
         """Return the rows of these samples."""
         found = [self.parts[source].rows([number]) for source, number in map(self.place, indices)]
-        return joined(found, has_positions=self.has_positions)
+        return concatenate(found, has_positions=self.has_positions)
 
     def num_targets(self, indices: Iterable[int]) -> int | None:
         """Return the number of learned tokens of these samples; ``None``: all, if all sources learn all tokens."""
@@ -142,7 +142,7 @@ class MixedSampler(Sampler):
         """Return the sample at a global position."""
         if position != self._next:
             self._counts = self._order.counts_before(position)
-        source = self._order.following(self._counts)
+        source = self._order.next_source(self._counts)
         number, size = self._counts[source], self.samples.counts[source]
         self._counts[source], self._next = number + 1, position + 1
-        return self.samples.begin(source) + permuted(number, size, self.seed + source)
+        return self.samples.begin(source) + permute(number, size, self.seed + source)

@@ -41,15 +41,15 @@ class Pairs:
 
     def encode(self, rows: Sequence[Placed]) -> list[Example]:
         """Convert rows to examples."""
-        inputs = self._encoded([text_of(location, row, self.column) for location, row in rows])
+        inputs = self._encode_texts([text_of(location, row, self.column) for location, row in rows])
         if self.labels is None:
-            targets = self._encoded([text_of(location, row, self.target) for location, row in rows])
+            targets = self._encode_texts([text_of(location, row, self.target) for location, row in rows])
         else:
             targets = [[self._label(location, row.get(self.target))] for location, row in rows]
         pairs = zip(inputs, targets, strict=True)
         return [Example([*prompt, *target], [(len(prompt), len(prompt) + len(target))]) for prompt, target in pairs]
 
-    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         return self.tokenizer(list(texts), add_special_tokens=True, verbose=False, padding=False)["input_ids"]
 
     def _label(self, location: str, value: Any) -> int:

@@ -96,7 +96,7 @@ def _lines(file: Path, most: int) -> Iterator[tuple[str, bytes]]:
             f"{printable(location)} is compressed by zstd, which is read by the package zstandard.\n"
             "  Install it: pip install zstandard"
         )
-    with _reading(lambda: location):
+    with _reading_errors(lambda: location):
         opener: Any = fsspec.open(location, "rb", compression="infer")
         with opener as raw:  # readline of fsspec's own files has no size limit
             handle = raw if isinstance(raw, io.BufferedIOBase) else io.BufferedReader(raw)
@@ -108,7 +108,7 @@ def _lines(file: Path, most: int) -> Iterator[tuple[str, bytes]]:
 
 
 @contextlib.contextmanager
-def _reading(location: Callable[[], object]) -> Iterator[None]:
+def _reading_errors(location: Callable[[], object]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001  stores and compressions raise errors of their own classes
@@ -122,14 +122,14 @@ def _json(file: Path) -> Rows:
             text = bytearray(line)
             while len(text) <= _LIST_BYTES and (more := next(lines, None)):
                 text += more[1]
-            items = _parsed(text, str(file), _LIST_BYTES)
+            items = _parse(text, str(file), _LIST_BYTES)
             yield from ((f"{file}: row {number}", item) for number, item in enumerate(items))
             return
         if line.strip():
-            yield location, _parsed(line, location, _ROW_BYTES)
+            yield location, _parse(line, location, _ROW_BYTES)
 
 
-def _parsed(text: bytes | bytearray, location: str, most: int) -> Any:
+def _parse(text: bytes | bytearray, location: str, most: int) -> Any:
     if len(text) > most:
         raise _unreadable(location, f"it is longer than {most:,} bytes")
     try:
@@ -193,7 +193,7 @@ def _unreadable(location: str | Path, why: str) -> DataError:
 
 
 def _blocks(file: Path, length: int) -> Rows:
-    with _reading(lambda: file), file.open("rb") as handle:
+    with _reading_errors(lambda: file), file.open("rb") as handle:
         begin = 0
         while begin < length:
             end = begin + _BLOCK_BYTES
@@ -211,7 +211,7 @@ def _blocks(file: Path, length: int) -> Rows:
 def block_text(block: Mapping[str, Any]) -> str:
     """Return the text of a block, without a character that is cut at the end of the source."""
     file = block["file"]
-    with _reading(lambda: file), file.open("rb") as handle:
+    with _reading_errors(lambda: file), file.open("rb") as handle:
         handle.seek(block["begin"])
         raw = handle.read(block["end"] - block["begin"])
     try:

@@ -18,7 +18,7 @@ class Rows(NamedTuple):
     mask: np.ndarray | None = None  # (B, T), 1 for tokens, 0 for padding; ``None``: no padding
 
 
-def joined(found: Sequence[Rows], *, has_positions: bool) -> Rows:
+def concatenate(found: Sequence[Rows], *, has_positions: bool) -> Rows:
     """Concatenate rows, which must all have a mask or none. With ``has_positions``, rows without any get 0, 1, ..."""
     inputs = np.concatenate([rows.inputs for rows in found])
     columns = np.arange(inputs.shape[1])
@@ -34,7 +34,7 @@ def joined(found: Sequence[Rows], *, has_positions: bool) -> Rows:
     )
 
 
-def shifted(tokens: np.ndarray, end: int | None) -> Rows:
+def shift(tokens: np.ndarray, end: int | None) -> Rows:
     """Split (B, T + 1) tokens into inputs and targets; positions restart at 0 after every ``end`` token."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if end is None:

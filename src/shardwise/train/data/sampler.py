@@ -44,7 +44,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def mixed_seed(seed: int, position: int) -> int:
+def mix_seed(seed: int, position: int) -> int:
     """Return a seed of 63 bits for a sample's random numbers, from a run's seed and the sample's position."""
     return _mix(_mix(seed & _MASK) + position) >> 1
 
@@ -84,7 +84,7 @@ class Permutation:
 _permutation = functools.lru_cache(64)(Permutation)
 
 
-def permuted(position: int, num_samples: int, seed: int) -> int:
+def permute(position: int, num_samples: int, seed: int) -> int:
     """Return the sample at a position of an endless sequence of epochs."""
     epoch, index = divmod(position, num_samples)
     return _permutation(num_samples, seed=seed, epoch=epoch)[index]
@@ -109,7 +109,7 @@ class Sampler:
 
     def sample(self, position: int) -> int:
         """Return the sample at a global position."""
-        return permuted(position, self.num_samples, self.seed)
+        return permute(position, self.num_samples, self.seed)
 
     def global_batch(self) -> Iterator[int]:
         """Return the samples of the next global batch, of all ranks."""

@@ -21,7 +21,7 @@ from shardwise.train.data.examples import Examples
 from shardwise.train.data.mixture import mixed
 from shardwise.train.data.packing import pack
 from shardwise.train.data.pairs import pairs
-from shardwise.train.data.rows import Rows, Samples, shifted
+from shardwise.train.data.rows import Rows, Samples, shift
 from shardwise.train.data.source import Source, text_among_tokens
 from shardwise.train.data.stream import StreamRows, StreamSampler
 from shardwise.train.data.token_files import DataError, is_token_file, map_tokens, unknown_token
@@ -69,7 +69,7 @@ class Part:
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """Return these samples; positions restart at 0 after every end of a document."""
-        return shifted(np.stack([self.sample(index) for index in indices]), self.end)
+        return shift(np.stack([self.sample(index) for index in indices]), self.end)
 
     def num_targets(self, indices: Iterable[int]) -> None:
         """Return ``None``: every token is learned."""
@@ -109,7 +109,7 @@ class RandomPart:
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """Return these samples."""
-        return shifted(np.stack([self.sample(index) for index in indices]), None)
+        return shift(np.stack([self.sample(index) for index in indices]), None)
 
     def num_targets(self, indices: Iterable[int]) -> None:
         """Return ``None``: every token is learned."""
@@ -213,7 +213,7 @@ class MappedFiles(Sequence[np.ndarray]):
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._map = functools.lru_cache(MAPPED_FILES)(self._mapped)
+        self._map = functools.lru_cache(MAPPED_FILES)(self._map_file)
 
     def __len__(self) -> int:
         """Return the number of files."""
@@ -223,7 +223,7 @@ class MappedFiles(Sequence[np.ndarray]):
         """Return the tokens of a file."""
         return self._map(index)
 
-    def _mapped(self, index: int) -> np.ndarray:
+    def _map_file(self, index: int) -> np.ndarray:
         file, length = self.source.files[index], self.source.lengths[index]
         if self.source.kind == "text":
             return np.memmap(file, np.uint8, "r", shape=(length,))

@@ -21,7 +21,7 @@ import numpy as np
 
 from shardwise.spec.errors import CheckpointError
 from shardwise.train.data.records import Form, read_rows
-from shardwise.train.data.rows import Rows, shifted
+from shardwise.train.data.rows import Rows, shift
 from shardwise.train.data.sampler import Draw, Permutation, Sampler, natural
 from shardwise.train.data.token_files import DataError
 
@@ -224,7 +224,7 @@ class StreamRows:
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """Return these samples."""
-        return shifted(np.stack([self.data[index] for index in indices]), self.end)
+        return shift(np.stack([self.data[index] for index in indices]), self.end)
 
     def num_targets(self, indices: Iterable[int]) -> None:
         """Return ``None``: every token is learned."""

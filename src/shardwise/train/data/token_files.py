@@ -174,14 +174,14 @@ def write_tokens(path: Path, chunks: Iterable[np.ndarray], *, vocab_size: int, s
     with replacing(path, is_durable=True) as file:
         file.write(bytes(HEADER_BYTES))
         for chunk in chunks:
-            file.write(_packed(chunk, item_bytes, vocab_size))
+            file.write(_pack(chunk, item_bytes, vocab_size))
             count += len(chunk)
         file.seek(0)
         file.write(_HEADER.pack(MAGIC, 1, item_bytes, vocab_size, count, bytes(32)))
     return count
 
 
-def _packed(chunk: np.ndarray, item_bytes: int, vocab_size: int) -> bytes:
+def _pack(chunk: np.ndarray, item_bytes: int, vocab_size: int) -> bytes:
     if chunk.size and int(chunk.max()) >= vocab_size:
         raise DataError(
             f"token id {int(chunk.max())} does not fit a vocabulary of {vocab_size:,}.\n  Raise the vocabulary size."

@@ -10,7 +10,7 @@ from shardwise.spec.bound import read_json
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.hf_cache import hub_name
 from shardwise.spec.text import first_line, printable
-from shardwise.train.data.chat import rendered
+from shardwise.train.data.chat import render
 from shardwise.train.data.source import BYTE_VOCAB
 
 #: The name of the tokenizer that needs no folder.
@@ -102,7 +102,7 @@ class FolderTokenizer:
 
         With ``template=None`` the tokenizer's own template is used. Templates may raise any exception.
         """
-        text = rendered(self.hf_tokenizer, list(messages), chat_template=template, add_generation_prompt=True)
+        text = render(self.hf_tokenizer, list(messages), chat_template=template, add_generation_prompt=True)
         return self.encode_pieces([text])[0]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shardwise.spec.errors import StateError
 from shardwise.train.data.rows import Rows
-from shardwise.train.data.sampler import Draw, Sampler, mixed_seed
+from shardwise.train.data.sampler import Draw, Sampler, mix_seed
 from shardwise.train.data.samples import Data
 from shardwise.train.data.source import is_indexed, is_loader
 from shardwise.train.data.stream import IterableSampler, has_state
@@ -114,7 +114,7 @@ class UserSamples(Dataset[Any]):
         try:
             items = []
             for position, item in index:
-                seed_host(mixed_seed(self.seed, position))
+                seed_host(mix_seed(self.seed, position))
                 items.append(self.data[item])
             return self.collate(items)
         except Exception as error:  # noqa: BLE001 - raised by the user's code, possibly in a worker
@@ -161,7 +161,7 @@ class LoaderSampler(IterableSampler):
         name = getattr(self.data, "__name__", type(self.data).__name__)
         try:
             with preserve_random_state():
-                seed_host(mixed_seed(mixed_seed(self.draws, self.data_parallel_rank), self._num_read))
+                seed_host(mix_seed(mix_seed(self.draws, self.data_parallel_rank), self._num_read))
                 return read()
         except DataError:
             raise

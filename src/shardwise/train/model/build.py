@@ -25,7 +25,7 @@ from shardwise.train.config.sections import LoraSection, OptimizerSection
 from shardwise.train.data.rows import Samples
 from shardwise.train.data.source import is_indexed, is_loader
 from shardwise.train.data.user_data import UserSamples
-from shardwise.train.model.lora import adapt, renamed
+from shardwise.train.model.lora import adapt, rename_files
 from shardwise.train.model.pretrained import NotNamedError, deferred_from_folder, model_from_folder, warn_of_full_load
 from shardwise.train.spec import Mean
 from shardwise.train.task import ANSWER, CAUSAL, CLASS, Task
@@ -107,7 +107,7 @@ def _deferred_hf(folder: Path, lora: LoraSection, device: torch.device) -> tuple
     for parameter in model.parameters():
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device)
-    return model, renamed(files, before, model)
+    return model, rename_files(files, before, model)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def check_base(base: Path, saved: object) -> None:
         )
 
 
-def renamed(files: WeightFiles, before: Mapping[str, nn.Parameter], model: nn.Module) -> WeightFiles:
+def rename_files(files: WeightFiles, before: Mapping[str, nn.Parameter], model: nn.Module) -> WeightFiles:
     """Map files of the base to the names of its parameters inside an adapted model."""
     now: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

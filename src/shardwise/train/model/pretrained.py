@@ -108,7 +108,7 @@ def deferred_from_folder(folder: Path, *, of_any_task: bool = False) -> tuple[nn
         if files is None:
             return deferred_init(lambda: _from_config(kind, config, dtype)), None
         _check_plain(folder, config)
-        model = deferred_init(lambda: _untied(kind, config, dtype))
+        model = deferred_init(lambda: _build_untied(kind, config, dtype))
         settings: Any = getattr(model, "generation_config", None)
         if settings is not None and (folder / "generation_config.json").is_file():
             model.generation_config = settings.from_pretrained(folder, local_files_only=True)
@@ -185,7 +185,7 @@ def _check_plain(folder: Path, config: Any) -> None:
         raise NotNamedError("it holds an adapter")
 
 
-def _untied(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+def _build_untied(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     """Build the model without initialized weights and without ties, as ``from_pretrained`` does before it reads."""
     from transformers import initialization  # pyrefly: ignore[missing-import]
 
@@ -211,23 +211,23 @@ def _name(model: Any, files: WeightFiles, dtype: torch.dtype) -> WeightFiles:
             f"transformers keeps some of its modules in fp32 beside {str(dtype).removeprefix('torch.')}"
         )
     empty = model.state_dict()
-    keys, unexpected = _renamed(model, files, empty)
+    keys, unexpected = _rename(model, files, empty)
     missing = set(empty) - set(keys)
     _tie(model, files, keys, missing)
     if missing:
-        raise NotNamedError(f"{_shown(missing)} not in its files and will be drawn anew")
+        raise NotNamedError(f"{_format_names(missing)} not in its files and will be drawn anew")
     for name, key in keys.items():
         if tuple(empty[name].shape) != files.tensors[key].shape or not empty[name].is_contiguous():
             raise NotNamedError(f"{name} has shape {list(empty[name].shape)}, in its files {key} has another form")
     keys |= {alias: keys[name] for name, alias in _aliases(model) if name in keys and alias not in keys}
     ignored = _expected_to_be_left(model, unexpected)
     if unexpected - ignored:
-        log_once(f"{_shown(unexpected - ignored)} in the folder's files and not in the model, and left unread")
+        log_once(f"{_format_names(unexpected - ignored)} in the folder's files and not in the model, and left unread")
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     return files.named(keys, dtypes)
 
 
-def _renamed(model: Any, files: WeightFiles, empty: dict[str, Any]) -> tuple[dict[str, str], set[str]]:
+def _rename(model: Any, files: WeightFiles, empty: dict[str, Any]) -> tuple[dict[str, str], set[str]]:
     """Map names in the model to names in the files; also return the files' tensors that the model does not have."""
     try:
         from transformers.conversion_mapping import (  # pyrefly: ignore[missing-import]
@@ -286,7 +286,7 @@ def _expected_to_be_left(model: Any, keys: set[str]) -> set[str]:
     }
 
 
-def _shown(names: set[str]) -> str:
+def _format_names(names: set[str]) -> str:
     listed = sorted(names)
     num_left = len(listed) - _MOST_SHOWN
     more = f" and {num_left} more are" if num_left > 0 else " is" if len(listed) == 1 else " are"

@@ -46,7 +46,7 @@ def check_budget(resolved: RunConfig, device: Device | None) -> None:
         found = memory_on(device.device_type, shape, resolved_plan(resolved), workload)
     except (ShardwiseError, ArithmeticError, LookupError):
         return  # the model's shape is not known
-    needed = _needed(found, device)
+    needed = _needed_bytes(found, device)
     if needed <= device.memory_bytes:
         return
     name, num_bytes = max(found.by_category.items(), key=lambda item: item[1])
@@ -97,7 +97,7 @@ def _gpu() -> Device | None:
         return None
 
 
-def _needed(found: MemoryEstimate, device: Device) -> int:
+def _needed_bytes(found: MemoryEstimate, device: Device) -> int:
     if device.device_type == "cpu":
         return found.allocated_bytes + found.host_bytes + PROCESS_BYTES
     return found.device_bytes
@@ -162,7 +162,7 @@ def _attempt(
     """Return the bytes with changed options on ``times`` as many ranks; ``None`` if that does not fit either."""
     changed = replace(workload, global_batch=workload.global_batch * times, **work)
     try:
-        needed = _needed(memory_on(device.device_type, shape, replace(plan, **options), changed), device)
+        needed = _needed_bytes(memory_on(device.device_type, shape, replace(plan, **options), changed), device)
     except ShardwiseError:
         return None
     return needed if needed <= device.memory_bytes else None

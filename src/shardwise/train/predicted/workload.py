@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @functools.lru_cache(maxsize=1)
-def traced(resolved: RunConfig, *, reads_iterables: bool = False) -> Any:
+def trace_model(resolved: RunConfig, *, reads_iterables: bool = False) -> Any:
     """Trace a microbatch of a spec's model and loss without values: an ``sw.TracedModel``.
 
     ``reads_iterables`` as in ``blank_batch``.
@@ -47,7 +47,7 @@ def traced(resolved: RunConfig, *, reads_iterables: bool = False) -> Any:
 def shape_of(resolved: RunConfig, *, reads_iterables: bool = False) -> ModelShape:
     """Return the shape of the run's model; ``reads_iterables`` as in ``blank_batch``."""
     if not resolved.spec.is_empty:
-        return traced(resolved, reads_iterables=reads_iterables)
+        return trace_model(resolved, reads_iterables=reads_iterables)
     if resolved.model is not None:
         return ModelShape.from_config(resolved.model, resolved.config.model.preset or "the model")
     if resolved.config.model.hf is None:

@@ -84,7 +84,7 @@ class Health:
             "grad_norm": str(values.norm),
             "lr": values.step.lr,
             "samples": values.step.samples,
-            "random": plain.pack(random_state.described(values.step.generators)),
+            "random": plain.pack(random_state.to_plain(values.step.generators)),
         }
         folder = self._directory / ODD_STEPS / f"step-{step:08d}"
         with contextlib.suppress(StorageError, OSError):
