@@ -223,7 +223,7 @@ def test_slices_of_a_gradient_buffer_are_aligned_and_those_that_hold_something_h
         assert reduce.uneven_bounds is None
         assert len(reduce.headers()) == reduce.num_slices
     for rank in range(layout.size):
-        place = reduce.place(rank)
+        place = reduce.slice_index(rank)
         assert reduce.slice_numel(rank) == reduce.data_numel(place) + reduce.header_numel(place)
         if layout.owned(rank) or any(param.numel == 0 for param in layout.params):
             assert reduce.header_numel(place) >= len(layout.params)

@@ -204,7 +204,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], exchanges: Exc
     replica uses the module's buffers, the others use copies.
     """
     modules = list(module.modules())
-    places = {id(each): place for place, each in enumerate(modules)}
+    index_of = {id(each): index for index, each in enumerate(modules)}
     parameters = {id(p): p for each in modules for p in torch_private.parameters_of(each).values() if p is not None}
     spread = _Spread.apply(tuple(devices), exchanges, *parameters.values()) if parameters else ()
     count = len(parameters)
@@ -217,7 +217,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], exchanges: Exc
         buffers: dict[int, Tensor] = {}
         for each, copy in zip(modules, copies, strict=True):
             for name, child in torch_private.children_of(each).items():
-                torch_private.children_of(copy)[name] = copies[places[id(child)]] if child is not None else None
+                torch_private.children_of(copy)[name] = copies[index_of[id(child)]] if child is not None else None
             for name, parameter in torch_private.parameters_of(each).items():
                 if parameter is None:
                     torch_private.parameters_of(copy)[name] = None
@@ -316,9 +316,9 @@ def _run(jobs: Sequence[_Job], devices: Sequence[torch.device]) -> list[Any]:
             thread.start()
         for thread in threads:
             thread.join()
-    for place, (device, job) in enumerate(zip(devices, jobs, strict=True)):
+    for index, (device, job) in enumerate(zip(devices, jobs, strict=True)):
         if job.error is not None:
-            job.error.add_note(f"in replica {place} of {len(jobs)}, on {device}")
+            job.error.add_note(f"in replica {index} of {len(jobs)}, on {device}")
             raise job.error
     return [job.output for job in jobs]
 
@@ -363,10 +363,10 @@ def scatter(value: tuple[tuple[Any, ...], Mapping[str, Any]], count: int, dim: i
         )
     num_parts = counts.pop() if counts else 1
 
-    def part(place: int) -> Any:
-        return replace_tensors(value, lambda tensor: tensor.chunk(count, dim)[place] if tensor.dim() else tensor)
+    def part(index: int) -> Any:
+        return replace_tensors(value, lambda tensor: tensor.chunk(count, dim)[index] if tensor.dim() else tensor)
 
-    return [part(place) for place in range(num_parts)]
+    return [part(index) for index in range(num_parts)]
 
 
 def _rebuild(like: Any, items: Sequence[Any]) -> Any:

@@ -111,8 +111,8 @@ def fully_shard(
     check_parameters(own)
     offload = _unit_offload(offload_policy, own)
     device = next((e.parameter.device for e in fresh), torch.device("cpu"))
-    place = MeshRanks.of(mesh, device)
-    comms = _comms_for(mesh, place, device, inner)
+    ranks = MeshRanks.of(mesh, device)
+    comms = _comms_for(mesh, ranks, device, inner)
     _check_for_several(root, own, device, comms.num_ranks)
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         check_inner_size(reshard_after_forward, comms.gather.size)
@@ -143,15 +143,15 @@ def fully_shard(
         if below[0] is engine.units[0]:
             below[0].reshards_after_forward |= engine.options.reshard_after_forward is not False
         engine.remove()
-        places = {member.path: paths[id(member.module())] for other in below for member in other.members}
+        new_paths = {member.path: paths[id(member.module())] for other in below for member in other.members}
         for other in below:
-            rename(other, places)
+            rename(other, new_paths)
         units += below
     engine = start(root, nest(units), placements, comms, options, ignored=ignored)
     if is_list:
         engine.extras.add(_Rootless())
         engine.extras.guards.insert(0, _Rootless.refuse)
-    finish(root, engine, lambda: place.open_samples(device), sync_buffers="none")
+    finish(root, engine, lambda: ranks.open_samples(device), sync_buffers="none")
     for part in modules.values():
         part.__dict__.update({name: _UnitMethod(part, name) for name in _METHODS})
     return module
@@ -264,16 +264,17 @@ def _by_module(
 
 
 def _comms_for(
-    mesh: dist.ProcessGroup | dist.DeviceMesh | None, place: MeshRanks, device: torch.device, children: Iterable[Engine]
+    mesh: dist.ProcessGroup | dist.DeviceMesh | None, ranks: MeshRanks, device: torch.device, children: Iterable[Engine]
 ) -> Comms:
-    """Return the Comms of the units below, or open new ones over ``mesh``, which ``place`` describes."""
+    """Return the Comms of the units below, or open new ones over ``mesh``, which ``ranks`` describes."""
     below = next((engine.comms for engine in children), None)
     if below is None:
-        return place.open(device, is_replicated=isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2)
-    if mesh is not None and (place.mesh.dp_replicate, place.mesh.dp_shard) != tuple(below.sizes.values()):
+        return ranks.open(device, is_replicated=isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2)
+    if mesh is not None and (ranks.mesh.dp_replicate, ranks.mesh.dp_shard) != tuple(below.sizes.values()):
         raise MeshError(
-            f"the mesh is {place.mesh}, but units below lie on {' x '.join(f'{k}={n}' for k, n in below.sizes.items())}"
-            ".\n  Give every call of sw.fully_shard on a model the same mesh."
+            f"the mesh is {ranks.mesh}, but units below lie on"
+            f" {' x '.join(f'{k}={n}' for k, n in below.sizes.items())}.\n"
+            "  Give every call of sw.fully_shard on a model the same mesh."
         )
     return below
 
@@ -486,16 +487,16 @@ class _UnitMethod(Uncopyable):
             )
 
 
-def rename(unit: Unit, places: Mapping[str, str]) -> None:
+def rename(unit: Unit, new_paths: Mapping[str, str]) -> None:
     """Change a unit's names after its model became part of a larger model.
 
-    ``places`` maps the old path of each unit's module (``""``: the model so far) to its new path.
+    ``new_paths`` maps the old path of each unit's module (``""``: the model so far) to its new path.
     """
 
     def moved(path: str) -> str:
-        part = max((other for other in places if other == "" or build.is_below(path, other)), key=len)
+        part = max((other for other in new_paths if other == "" or build.is_below(path, other)), key=len)
         rest = path[len(part) :].removeprefix(".")
-        return f"{places[part]}.{rest}" if rest else places[part]
+        return f"{new_paths[part]}.{rest}" if rest else new_paths[part]
 
     for group in unit.groups:
         params = tuple(

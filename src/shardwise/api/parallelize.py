@@ -100,8 +100,8 @@ def parallelize(
     size = join_world(device).size()
     mesh = plan.mesh(size, ranks_per_machine(size))
     _log_mesh(plan, mesh)
-    place = MeshRanks(mesh)
-    comms = place.open(device, is_replicated=plan.is_replicated)
+    mesh_ranks = MeshRanks(mesh)
+    comms = mesh_ranks.open(device, is_replicated=plan.is_replicated)
     ignored, owned = prepared.ignored, prepared.owned
     names = {
         unit or build.ROOT: [entry.names[0] for entry in entries if entry.parameter not in ignored]
@@ -117,7 +117,7 @@ def parallelize(
     is_deferred = source is not None
     synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)
     batch_norm.check(model, device, size, "sw.parallelize()")
-    apply_plan(model, prepared, comms, lambda: place.open_samples(device), source=source)
+    apply_plan(model, prepared, comms, lambda: mesh_ranks.open_samples(device), source=source)
     engine = engine_of(model, "sw.parallelize")
     if plan.precision.master_dtype is None:
         engine.extras.before_step.append(warn_of_narrow_masters)
@@ -257,17 +257,17 @@ def divide(
     """
     plan, mixtures = prepared.plan, prepared.mixtures
     notes: list[str] = []
-    tp, cuts = comms.tp, None
+    tp, sharding = comms.tp, None
     if tp is not None:
-        cuts = plan_sharding(model, plan.tp_plan, tp.size, tp.rank, divides_sequence=plan.sequence_parallel)
+        sharding = plan_sharding(model, plan.tp_plan, tp.size, tp.rank, divides_sequence=plan.sequence_parallel)
     if source is not None:
-        _fill(model, source, comms, cuts, mixtures, pipelined)
-    if tp is not None and cuts is not None:
-        apply_sharding(model, cuts, tp)
+        _fill(model, source, comms, sharding, mixtures, pipelined)
+    if tp is not None and sharding is not None:
+        apply_sharding(model, sharding, tp)
         if tp.device.type != "meta":
             BatchCheck(tp).install(model)
             GradientCheck(tp).install(model, divides_sequence=plan.sequence_parallel)
-        notes += cuts.notes
+        notes += sharding.notes
     if comms.cp is not None:
         multiple = plan.tp if plan.sequence_parallel else 1
         notes.append(divide_sequences(model, comms.cp, multiple=multiple))
@@ -275,8 +275,8 @@ def divide(
             alone = RecordComm("cp", rank=comms.cp.rank, size=comms.cp.size, device="meta")
             divide_sequences(pipelined.meta_copy, alone, multiple=multiple)
     if mixtures:
-        place = (0, 1) if tp is None else (tp.rank, tp.size)
-        notes.append(apply_experts(mixtures, comms.ep, plan.expert_capacity, tp=place))
+        rank_and_size = (0, 1) if tp is None else (tp.rank, tp.size)
+        notes.append(apply_experts(mixtures, comms.ep, plan.expert_capacity, tp=rank_and_size))
     return notes
 
 
@@ -284,7 +284,7 @@ def _fill(  # noqa: PLR0917 - all that divides a parameter
     model: nn.Module,
     source: Source,
     comms: Comms,
-    cuts: ShardingPlan | None,
+    sharding: ShardingPlan | None,
     mixtures: Sequence[Mixture],
     pipelined: Pipelined | None,
 ) -> None:
@@ -299,14 +299,14 @@ def _fill(  # noqa: PLR0917 - all that divides a parameter
     def is_cut(parameter: nn.Parameter) -> bool:
         rows = own.get(id(parameter), slice(None))
         is_here = rows is not None and (own_ids is None or id(parameter) in own_ids)
-        return is_here and (cuts is not None or rows != slice(None))
+        return is_here and (sharding is not None or rows != slice(None))
 
     def part(entry: OwnedParameter) -> Tensor:
         (value,) = source.parameters([entry])
         rows = own.get(id(entry.parameter))
         if rows is not None and rows != slice(None):
             value = value[rows].clone()
-        return value if cuts is None else part_of(cuts, entry.parameter, value)
+        return value if sharding is None else part_of(sharding, entry.parameter, value)
 
     cut = [entry for entry in assign_parameters(model, ())[""] if is_cut(entry.parameter)]
     fill_parameters(lambda entries: map(part, entries), cut, comms.world.device)  # one full value in memory at a time

@@ -224,17 +224,17 @@ def settings_by_group(
     """
     if before is None:
         return groups
-    place_of = {name: place for place, names in enumerate(before) for name in names}
+    place_of = {name: index for index, names in enumerate(before) for name in names}
     found = []
-    for place, names in enumerate(members):
-        places = {place_of[name]: name for name in names if name in place_of} or {place: ""}
-        if len(places) > 1:
-            first, second, *_ = places.values()
+    for index, names in enumerate(members):
+        found_in = {place_of[name]: name for name in names if name in place_of} or {index: ""}
+        if len(found_in) > 1:
+            first, second, *_ = found_in.values()
             raise CheckpointError(
                 f"{first!r} and {second!r} are in one parameter group of the optimizer, and were in different ones when"
                 " the checkpoint was saved.\n  Build the optimizer with the same groups."
             )
-        found.append(groups[next(iter(places))])
+        found.append(groups[next(iter(found_in))])
     return found
 
 

@@ -72,9 +72,9 @@ class Combined:
             kind = self._text_numbers[text]
             self._text_of_rank.append(kind)
             starts, stops = np.frombuffer(_decompress(ranges), dtype="<i8").reshape(2, -1)
-            places = self._slices_by_text[kind]
-            is_piece = (stops > starts) & (places >= 0)
-            slices = places[is_piece]
+            positions = self._slices_by_text[kind]
+            is_piece = (stops > starts) & (positions >= 0)
+            slices = positions[is_piece]
             columns.append(np.stack([slices, starts[is_piece], stops[is_piece], np.full(len(slices), rank)]))
         pieces = np.concatenate(columns, axis=1) if columns else np.zeros((4, 0), np.int64)
         self._refuse_half_frozen(pieces)
@@ -82,12 +82,12 @@ class Combined:
 
     def slice_numbers(self) -> Iterable[list[int]]:
         """Return by rank the slice number in the table of each of its ranges; -1 for uncut tensors and empty slices."""
-        by_kind = [self._numbers[places].tolist() for places in self._slices_by_text]
+        by_kind = [self._numbers[positions].tolist() for positions in self._slices_by_text]
         return (by_kind[kind] for kind in self._text_of_rank)
 
     def _read_text(self, rank: int, description: list[list[Any]]) -> Column:
         """Return the slice of each range that a text describes."""
-        places = []
+        positions = []
         tensors, flags = [], []
         for is_frozen, name, shape, dtype, stride, cuts in description:
             steps = None if stride is None else tuple(stride)
@@ -101,15 +101,15 @@ class Combined:
             if (extent.shape, extent.dtype, extent.stride) != (known.shape, known.dtype, known.stride):
                 ours, theirs = describe(extent), describe(known)
                 self.problems.append(f"{extent.name}: rank {rank} has {ours}, rank {owner} has {theirs}")
-                places.append(-1)
+                positions.append(-1)
                 continue
             key = (tensor, extent.cuts)
             if key not in self._number_of:
                 self._number_of[key] = len(self._slices)
                 self._slices.append(key)
-            places.append(self._number_of[key])
+            positions.append(self._number_of[key])
         self._by_text.append((column(tensors), np.array(flags, dtype=bool)))
-        return column(places)
+        return column(positions)
 
     def _refuse_half_frozen(self, pieces: Column) -> None:
         """Record as problems the frozen tensors that are not frozen on some rank with a piece of them."""
@@ -135,8 +135,8 @@ class Combined:
             key=lambda index: (self._slices[index][0], [(cut.dim, cut.ranges) for cut in self._slices[index][1]]),
         )
         rows_of: list[list[int]] = [[] for _ in self._first]  # by tensor: its slices in order
-        for place, index in enumerate(order):
-            rows_of[self._slices[index][0]].append(place)
+        for position, index in enumerate(order):
+            rows_of[self._slices[index][0]].append(position)
         slices = [self._slices[index][1] for index in order]
         place_of = np.full(len(self._slices), -1, np.int64)
         place_of[order] = np.arange(len(order))
@@ -144,30 +144,30 @@ class Combined:
         pieces = pieces[:, np.lexsort((pieces[2], pieces[1], pieces[0]))]
         bounds = np.searchsorted(pieces[0], np.arange(len(order) + 1))
         self._numbers = np.full(len(self._slices) + 1, -1, np.int64)  # the last one is for ranges that do not fit
-        for places in rows_of:
-            for number, place in enumerate(places):
-                self._numbers[order[place]] = number if slices[place] else -1
+        for positions in rows_of:
+            for number, position in enumerate(positions):
+                self._numbers[order[position]] = number if slices[position] else -1
         self._refuse_uncovered(pieces, bounds, rows_of, slices)
         return self._table(pieces, rows_of, slices)
 
     def _refuse_uncovered(self, pieces: Column, bounds: Column, rows_of: list[list[int]], slices: list[Cuts]) -> None:
         """Record as problems the tensors that the pieces do not cover exactly."""
-        place, start, stop, _ = pieces
+        position, start, stop, _ = pieces
         begins = np.concatenate([[0], stop[:-1]])
         begins[bounds[:-1]] = 0
         is_odd = np.zeros(len(slices), dtype=bool)
-        is_odd[place[start != begins]] = True
+        is_odd[position[start != begins]] = True
         ends, odd = stop[bounds[1:] - 1].tolist(), is_odd.tolist()
         checked = set()
-        for (_, first), places in zip(self._first, rows_of, strict=True):
-            key = (first.shape, tuple(slices[each] for each in places), tuple(ends[each] for each in places))
-            if not any(odd[each] for each in places) and key in checked:
+        for (_, first), positions in zip(self._first, rows_of, strict=True):
+            key = (first.shape, tuple(slices[each] for each in positions), tuple(ends[each] for each in positions))
+            if not any(odd[each] for each in positions) and key in checked:
                 continue
             ranges = {
                 slices[each]: _ranges(pieces[1:, bounds[each] : bounds[each + 1]])
                 if odd[each]
                 else [(0, ends[each], 0)]
-                for each in places
+                for each in positions
             }
             found = coverage_problems(first.name, first.shape, ranges)
             self.problems += found
@@ -177,16 +177,16 @@ class Combined:
                 return
 
     def _table(self, pieces: Column, rows_of: list[list[int]], slices: list[Cuts]) -> Table:
-        place, start, stop, rank = pieces
-        first, count, step = join_runs(place, rank, stop - start)
+        position, start, stop, rank = pieces
+        first, count, step = join_runs(position, rank, stop - start)
         rows = np.stack([rank[first], (stop - start)[first], count, step], axis=1)
-        row_bounds = np.searchsorted(place[first], np.arange(len(slices) + 1))
+        row_bounds = np.searchsorted(position[first], np.arange(len(slices) + 1))
         known: dict[tuple[Any, ...], int] = {}
         partition, kept = [], []
-        for places in rows_of:
-            begin, end = (row_bounds[places[0]], row_bounds[places[-1] + 1]) if places else (0, 0)
-            cuts = tuple(slices[each] for each in places)
-            counts = tuple(int(row_bounds[each + 1] - row_bounds[each]) for each in places) or (0,)
+        for positions in rows_of:
+            begin, end = (row_bounds[positions[0]], row_bounds[positions[-1] + 1]) if positions else (0, 0)
+            cuts = tuple(slices[each] for each in positions)
+            counts = tuple(int(row_bounds[each + 1] - row_bounds[each]) for each in positions) or (0,)
             key = (cuts, counts, rows[begin:end].tobytes())
             number = known.setdefault(key, len(known))
             if number == len(kept):

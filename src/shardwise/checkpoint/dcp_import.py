@@ -265,9 +265,9 @@ class _Content:
         """Return the dtype of each tensor; the model's floating-point tensors get ``dtype`` if given."""
         return {
             name: dtype
-            if dtype and place < self.num_model and torch_dtype(stored.dtype).is_floating_point
+            if dtype and index < self.num_model and torch_dtype(stored.dtype).is_floating_point
             else stored.dtype
-            for place, (name, (_, stored)) in enumerate(self.tensors.items())
+            for index, (name, (_, stored)) in enumerate(self.tensors.items())
         }
 
     def _add(self, name: str, key: str) -> None:

@@ -135,20 +135,20 @@ class Partitions:
         """Yield every piece of a rank, with its partition."""
         order, ranks = self._singles
         first, last = np.searchsorted(ranks, (rank, rank + 1))
-        places = [(int(row), 0) for row in order[first:last]]
+        hits = [(int(row), 0) for row in order[first:last]]
         rows = self.runs
         if len(rows):
             distance = rank - self.rank[rows]
             index = distance // self.rank_step[rows]
             hit = (distance >= 0) & (distance % self.rank_step[rows] == 0) & (index < self.count[rows])
-            places += zip(rows[hit].tolist(), index[hit].tolist(), strict=True)
-        for row, index in places:
+            hits += zip(rows[hit].tolist(), index[hit].tolist(), strict=True)
+        for row, index in hits:
             number = int(np.searchsorted(self.first_row, row, side="right")) - 1
             partition = int(np.searchsorted(self.first_slice, number, side="right")) - 1
             length = int(self.length[row])
             start = int(self.start[row]) + index * length
-            place = number - int(self.first_slice[partition]) if self.slices[partition] else -1
-            yield partition, OwnedPiece(rank, place, start, start + length)
+            slice_index = number - int(self.first_slice[partition]) if self.slices[partition] else -1
+            yield partition, OwnedPiece(rank, slice_index, start, start + length)
 
     @functools.cached_property
     def _singles(self) -> tuple[Column, Column]:
@@ -186,8 +186,8 @@ class Partitions:
         low = first + max(0, int(np.searchsorted(begins, start, side="right")) - 1)
         for row in range(low, first + int(np.searchsorted(begins, stop, side="left"))):
             at, length, rank, step = (int(each[row]) for each in (self.start, self.length, self.rank, self.rank_step))
-            for place in range(max(0, (start - at) // length), min(int(self.count[row]), -(-(stop - at) // length))):
-                yield OwnedPiece(rank + place * step, number, at + place * length, at + (place + 1) * length)
+            for repeat in range(max(0, (start - at) // length), min(int(self.count[row]), -(-(stop - at) // length))):
+                yield OwnedPiece(rank + repeat * step, number, at + repeat * length, at + (repeat + 1) * length)
 
 
 class _SliceBounds(dict[int, dict[int, tuple[Column, Column]]]):

@@ -62,8 +62,8 @@ class Piece(NamedTuple):
     @property
     def key(self) -> str:
         """The name of the piece in the file."""
-        place = "" if self.slice < 0 else f"slice {self.slice}, "
-        return f"{self.name}[{place}{self.start}:{self.stop}]"
+        region = "" if self.slice < 0 else f"slice {self.slice}, "
+        return f"{self.name}[{region}{self.start}:{self.stop}]"
 
     @property
     def num_bytes(self) -> int:
@@ -252,8 +252,8 @@ def read_block(file: StoredFile, offset: int, dtype: str, block: Block, target: 
         staging = torch.empty(_span(part.shape, part.source_stride), dtype=target.dtype)
         file.read_at(byte_view(staging), offset + part.source * size)
         with torch.no_grad():
-            place = target.as_strided(part.shape, part.target_stride, target.storage_offset() + part.target)
-            place.copy_(staging.as_strided(part.shape, part.source_stride))
+            region = target.as_strided(part.shape, part.target_stride, target.storage_offset() + part.target)
+            region.copy_(staging.as_strided(part.shape, part.source_stride))
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:

@@ -166,9 +166,9 @@ def _with_experts(comms: Comms, mesh: Mesh, rank: int, open_axis: OpenAxis) -> C
     control = gather
     if mesh.dp_replicate > 1:
         step = mesh.ep * len(same)
-        place = mesh.shard_group(rank).index(rank) % mesh.ep
+        index = mesh.shard_group(rank).index(rank) % mesh.ep
         everyone = mesh.data_parallel_group(rank)
-        ranks = [r for start in range(0, len(everyone), step) for r in everyone[start : start + step][place :: mesh.ep]]
+        ranks = [r for start in range(0, len(everyone), step) for r in everyone[start : start + step][index :: mesh.ep]]
         control = open_axis(EXPERT_SHARD, "control", ranks)
     expert = dataclasses.replace(comms, gather=gather, reduce=reduce, control=control, inner={})
     return dataclasses.replace(comms, expert=expert, ep=open_axis("ep", "activations", mesh.inner_group(rank, mesh.ep)))
@@ -307,33 +307,33 @@ class _Opener:
         self._host, self._host_rank = group, {rank: rank for rank in self.ranks}
         if "gloo" not in backends:
             self._host = _control_group(group, self.ranks, device)
-            self._host_rank = {rank: place for place, rank in enumerate(self.ranks)}
+            self._host_rank = {rank: index for index, rank in enumerate(self.ranks)}
         self._watch = StallWatch.of(self._host) if self._host.size() > 1 else None
         if self._watch is not None and self._is_nccl:
             self._watch.limit_s = timeout_s_of(group, transport.device or device)
 
     def by_index(self, axis: str, purpose: str, indices: Sequence[int]) -> Comm:
         """Open a Comm over the ranks at these indices of ``ranks``."""
-        return self(axis, purpose, [self.ranks[place] for place in indices])
+        return self(axis, purpose, [self.ranks[index] for index in indices])
 
     def __call__(self, axis: str, purpose: str, ranks: Sequence[int]) -> Comm:
         """Open a Comm over ``ranks``."""
         # The channel's name is part of messages, and of the histories that the stall watch compares. It is the same on
         # all ranks of the Comm, and unique in this process.
         world = dist.get_process_group_ranks(self._group)
-        place = f"{axis}{_format_ranks([world[rank] for rank in ranks])}"
-        channel = f"{place}/{_num_opened[place, purpose]}/{purpose}"
-        _num_opened[place, purpose] += 1
+        label = f"{axis}{_format_ranks([world[rank] for rank in ranks])}"
+        channel = f"{label}/{_num_opened[label, purpose]}/{purpose}"
+        _num_opened[label, purpose] += 1
         if self._is_nccl:
             from shardwise.comm.nccl import NcclComm  # a build without CUDA can import the rest
 
             device = transport.device or self._device
             group = communicator(self._group, ranks, axis, purpose, device, backend=transport.backend)
             indices = [self._host_rank[rank] for rank in ranks]
-            ledger = Ledger([place for place in indices if place != self._host.rank()], self._watch)
+            ledger = Ledger([index for index in indices if index != self._host.rank()], self._watch)
             host, control = (
                 GlooComm(self._host, axis, channel=name, watch=self._watch, ranks=indices)
-                for name in (f"{channel}/host", f"{place}/{purpose}/turns")
+                for name in (f"{channel}/host", f"{label}/{purpose}/turns")
             )
             order = _orders.setdefault(group, IssueOrder())
             record_order = functools.partial(order.record, channel, control)
@@ -341,7 +341,7 @@ class _Opener:
                 group,
                 axis,
                 self._device,
-                channel=f"{place}/{purpose}",
+                channel=f"{label}/{purpose}",
                 ledger=ledger,
                 host=host,
                 record_order=record_order,
@@ -463,7 +463,7 @@ def _open(
         ) from error
     assert isinstance(group, dist.ProcessGroup)
     # new_group records this too.
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
     return group
 
 

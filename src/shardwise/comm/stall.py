@@ -545,8 +545,8 @@ def _published(history: Sequence[Stamp], overdue: Stamp | None) -> list[list[Any
     """Return the newest collectives as rows, and those around the overdue one, because the host may be far ahead."""
     shown = list(history[-_MAX_PUBLISHED:])
     if overdue is not None:
-        place = next((place for place, stamp in enumerate(history) if stamp is overdue), 0)
-        around = history[max(0, place - _MAX_PUBLISHED // 2) : place + _MAX_PUBLISHED // 2]
+        index = next((index for index, stamp in enumerate(history) if stamp is overdue), 0)
+        around = history[max(0, index - _MAX_PUBLISHED // 2) : index + _MAX_PUBLISHED // 2]
         shown = list({id(stamp): stamp for stamp in [*around, *shown]}.values())
     return [_to_list(stamp) for stamp in shown]
 

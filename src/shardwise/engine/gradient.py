@@ -249,7 +249,7 @@ class Gradient:
         self._is_elsewhere = [
             piece.numel == 0 < spec.numel for piece, spec in zip(group.pieces, group.layout.params, strict=True)
         ]
-        first_flag = self.layout.data_numel(self.layout.place(group.rank))
+        first_flag = self.layout.data_numel(self.layout.slice_index(group.rank))
         self._flags = slice(first_flag, first_flag + len(group.shards))  # in this rank's slice of a sum
         self._local: FlatBuffer | None = None
         self._scratch: FlatBuffer | None = None  # has memory only during a backward

@@ -310,8 +310,8 @@ def _copies(clock: Clock, dtype: torch.dtype) -> Iterator[OperationTime]:
         turn = itertools.cycle(range(count))
 
         def copy(pool: list[Tensor] = pool, turn: Iterator[int] = turn) -> None:
-            place = next(turn)
-            pool[place].copy_(pool[place - 1])
+            slot = next(turn)
+            pool[slot].copy_(pool[slot - 1])
 
         seconds = clock.seconds(copy)
         yield OperationTime(dtype_name(dtype), numel, seconds, seconds)

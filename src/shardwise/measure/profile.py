@@ -80,13 +80,13 @@ def _of_units(ranges: list[tuple[float, float, str, str]]) -> list[Slice]:
     """The rows of the host, from ranges sorted by start."""
     found: list[Slice] = []
     under_way: dict[tuple[str, str], float] = {}
-    for place, (begin, end, what, unit) in enumerate(ranges):
+    for index, (begin, end, what, unit) in enumerate(ranges):
         if what in {"step", "optimizer"}:
             found.append(Slice("steps" if what == "step" else "compute", f"{what} {unit}", begin, end, what))
         elif what == "forward":
             found.append(Slice("compute", f"forward {unit}", begin, end, "forward"))
         elif what == "backward":
-            after = (start for start, _, kind, _ in ranges[place + 1 :] if kind in _ENDS_BACKWARD and start >= end)
+            after = (start for start, _, kind, _ in ranges[index + 1 :] if kind in _ENDS_BACKWARD and start >= end)
             found.append(Slice("compute", f"backward {unit}", end, next(after, end), "backward"))
         elif what in {"gather", "reduce"}:
             under_way.setdefault((what, unit), begin)

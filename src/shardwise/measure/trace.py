@@ -279,8 +279,8 @@ class _Tracer(TorchDispatchMode):
         if unused:
             made[-1] = self._unit(HEAD, self._found[HEAD], [*after, *unused])
         runs = [
-            dataclasses.replace(unit, name=f"block{place}", count=len(list(equal)))
-            for place, (unit, equal) in enumerate(itertools.groupby(made[1:-1]))
+            dataclasses.replace(unit, name=f"block{index}", count=len(list(equal)))
+            for index, (unit, equal) in enumerate(itertools.groupby(made[1:-1]))
         ]
         return (made[0], *runs, made[-1])
 
@@ -393,8 +393,8 @@ def _is_computation(func: Any) -> bool:
 
 def _attention(func: Any, args: Any) -> AttentionWork:
     query, key, value = args[:3]
-    place = _CAUSAL[func.overloadpacket]
-    is_causal = bool(args[place]) if len(args) > place else False
+    index = _CAUSAL[func.overloadpacket]
+    is_causal = bool(args[index]) if len(args) > index else False
     batch, heads, length, width = query.shape
     return AttentionWork(batch * length, key.shape[2], heads * (width + value.shape[3]) / 2, heads, is_causal=is_causal)
 

@@ -330,7 +330,7 @@ def _ranges_on(engine: Engine, names: Mapping[str, Tensor], rank: int) -> RankRa
         assert shard_place is not None
         facts = shard_place[0].facts
         if place % facts.ep == comms.gather.rank % facts.ep:
-            extent = extent_of(parameter, facts.place(place))
+            extent = extent_of(parameter, facts.slice_index(place))
             found[name] = extent if facts.is_expert else _shifted(extent, steps)
     return found
 

@@ -133,10 +133,10 @@ def shared(source: Extent, target: Extent) -> list[Block]:
             common = [
                 _common(_clipped(ours[dim], box[dim]), _clipped(theirs[dim], other[dim])) for dim in range(len(order))
             ]
-            for places in itertools.product(*common):
-                sizes = [size for size, _, _ in places]
-                here = sum(at * step for (_, at, _), step in zip(places, steps, strict=True)) - source.start
-                there = sum(at * step for (_, _, at), step in zip(places, other_steps, strict=True)) - target.start
+            for overlaps in itertools.product(*common):
+                sizes = [size for size, _, _ in overlaps]
+                here = sum(at * step for (_, at, _), step in zip(overlaps, steps, strict=True)) - source.start
+                there = sum(at * step for (_, _, at), step in zip(overlaps, other_steps, strict=True)) - target.start
                 found.append(_block(sizes, here, steps, there, other_steps))
     return found
 
@@ -147,8 +147,8 @@ def bounding_box(extent: Extent) -> tuple[_Range, ...]:
     sides = _sides(extent.shape, extent.cuts, order)
     found = [(0, 0)] * len(order)
     boxes = list(_boxes(_sizes(sides), extent.start, extent.stop))
-    for place, dim in enumerate(order):
-        parts = [part for box in boxes for part in _clipped(sides[place], box[place])]
+    for position, dim in enumerate(order):
+        parts = [part for box in boxes for part in _clipped(sides[position], box[position])]
         if parts:
             found[dim] = min(start for start, _, _ in parts), max(stop for _, stop, _ in parts)
     return tuple(found)
@@ -333,10 +333,10 @@ def _common(ours: _Side, theirs: _Side) -> list[tuple[int, int, int]]:
     found = []
     mine, other = 0, 0
     while mine < len(ours) and other < len(theirs):
-        (start, stop, at), (begin, end, place) = ours[mine], theirs[other]
+        (start, stop, at), (begin, end, position) = ours[mine], theirs[other]
         first, last = max(start, begin), min(stop, end)
         if first < last:
-            found.append((last - first, at + first - start, place + first - begin))
+            found.append((last - first, at + first - start, position + first - begin))
         if stop <= end:
             mine += 1
         else:
@@ -366,8 +366,8 @@ def _rows_of(sizes: Sequence[int], spans: Sequence[Sequence[_Range]]) -> Iterato
     *outer, inner = spans
     steps = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     indices = [[index for first, last in side for index in range(first, last)] for side in outer]
-    for place in itertools.product(*indices):
-        base = sum(index * step for index, step in zip(place, steps, strict=False))
+    for position in itertools.product(*indices):
+        base = sum(index * step for index, step in zip(position, steps, strict=False))
         for first, last in inner:
             yield base + first, base + last
 
@@ -375,6 +375,6 @@ def _rows_of(sizes: Sequence[int], spans: Sequence[Sequence[_Range]]) -> Iterato
 def _cell(shape: Sequence[int], dims: Sequence[int], edges: Sequence[Sequence[int]], index: int) -> str:
     cuts = []
     for dim, marks in zip(reversed(dims), reversed(edges), strict=True):
-        index, place = divmod(index, len(marks) - 1)
-        cuts.append(Cut(dim, ((marks[place], marks[place + 1]),)))
+        index, position = divmod(index, len(marks) - 1)
+        cuts.append(Cut(dim, ((marks[position], marks[position + 1]),)))
     return describe_cuts(shape, cuts)

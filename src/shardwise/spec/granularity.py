@@ -189,10 +189,10 @@ def arrange(
     least = round_up(tight_end, size * align_numel)
     if size * each <= least or size * each - least <= EVEN_PADDING * tight_end:
         return tuple(offsets), tuple(index * each for index in range(size + 1))
-    places = [*tight, tight_end]
-    cuts = [_nearest(index * tight_end, size, places, numels, granules) for index in range(size)]
+    edges = [*tight, tight_end]
+    bounds = [_nearest(index * tight_end, size, edges, numels, granules) for index in range(size)]
     ordered: list[int] = []
-    for _, inside in itertools.groupby(cuts, key=lambda cut: bisect.bisect_right(places, cut)):
+    for _, inside in itertools.groupby(bounds, key=lambda cut: bisect.bisect_right(edges, cut)):
         # Slices inside one parameter may differ by a granule. With the larger slices first, few strided copies
         # (``layout.Rows``) move all of them.
         first, *others = inside
@@ -201,17 +201,17 @@ def arrange(
     return tuple(tight), (*ordered, tight_end)
 
 
-def _nearest(target: int, divisor: int, places: Sequence[int], numels: Sequence[int], granules: Sequence[int]) -> int:
+def _nearest(target: int, divisor: int, offsets: Sequence[int], numels: Sequence[int], granules: Sequence[int]) -> int:
     """The permitted place for a cut that is nearest to ``target / divisor``; of two equally near ones the lower.
 
-    ``places`` are the parameters' offsets and the end of the last one.
+    ``offsets`` are the parameters' offsets and the end of the last one.
     """
-    index = bisect.bisect_right(places, target // divisor) - 1
-    start, granule = places[index], granules[index]
+    index = bisect.bisect_right(offsets, target // divisor) - 1
+    start, granule = offsets[index], granules[index]
     below = start + (target // divisor - start) // granule * granule
     above = below + granule
     if above >= start + numels[index]:
-        above = places[index + 1]
+        above = offsets[index + 1]
     return below if target - below * divisor <= above * divisor - target else above
 
 

@@ -320,8 +320,8 @@ def rank_bytes(layouts: Iterable[GroupLayout]) -> tuple[int, ...]:
     num_bytes = [0] * max((layout.size for layout in layouts), default=0)
     for layout in layouts:
         alike = len(num_bytes) // layout.size
-        for place, piece in layout.pieces():
-            for rank in range(place * alike, (place + 1) * alike):
+        for index, piece in layout.pieces():
+            for rank in range(index * alike, (index + 1) * alike):
                 num_bytes[rank] += piece.numel * item_bytes(layout.params[piece.index].dtype)
     return tuple(num_bytes)
 
@@ -353,30 +353,30 @@ class ReduceLayout:
         """``bounds`` if slices differ, else ``None``."""
         return None if self.num_slices == 1 or self.group.is_even else self.bounds
 
-    def place(self, rank: int) -> int:
+    def slice_index(self, rank: int) -> int:
         """Index of the slice whose sum ``rank`` receives."""
         return rank if self.num_slices > 1 else 0
 
-    def data_numel(self, place: int) -> int:
+    def data_numel(self, index: int) -> int:
         """Gradient elements of a slice."""
-        return self.group.slice_numel(place) if self.num_slices > 1 else self.group.numel
+        return self.group.slice_numel(index) if self.num_slices > 1 else self.group.numel
 
-    def header_numel(self, place: int) -> int:
+    def header_numel(self, index: int) -> int:
         """Elements of a slice's header."""
         if self.num_slices == 1:
             return round_up(len(self.group.params), self.group.align_numel * self.group.size)
-        is_needed = self.group.is_even or self.group.slice_numel(place) or any(p.numel == 0 for p in self.group.params)
+        is_needed = self.group.is_even or self.group.slice_numel(index) or any(p.numel == 0 for p in self.group.params)
         return round_up(len(self.group.params), self.group.align_numel) if is_needed else 0
 
     def slice_numel(self, rank: int) -> int:
         """Elements of the slice whose sum ``rank`` receives, with its header."""
-        place = self.place(rank)
-        return self.bounds[place + 1] - self.bounds[place]
+        index = self.slice_index(rank)
+        return self.bounds[index + 1] - self.bounds[index]
 
     def slice_of(self, rank: int) -> slice:
         """The range in the buffer of the slice whose sum ``rank`` receives."""
-        place = self.place(rank)
-        return slice(self.bounds[place], self.bounds[place + 1])
+        index = self.slice_index(rank)
+        return slice(self.bounds[index], self.bounds[index + 1])
 
     @cached_property
     def numel(self) -> int:
@@ -433,9 +433,9 @@ class ReduceLayout:
     def headers(self) -> tuple[tuple[int, int], ...]:
         """The start and the number of elements of each header."""
         return tuple(
-            (self.bounds[place] + self.data_numel(place), self.header_numel(place))
-            for place in range(self.num_slices)
-            if self.header_numel(place)
+            (self.bounds[index] + self.data_numel(index), self.header_numel(index))
+            for index in range(self.num_slices)
+            if self.header_numel(index)
         )
 
 

@@ -134,10 +134,10 @@ def _balance(costs: tuple[int, ...], num_stages: int) -> list[int]:
                     found = candidate
             best.append(found)
         tables.append(best)
-    starts, place = [0], 0
+    starts, start = [0], 0
     for table in reversed(tables[1:]):
-        entry = table[place]
+        entry = table[start]
         assert entry is not None
-        place = entry[2]
-        starts.append(place)
+        start = entry[2]
+        starts.append(start)
     return starts

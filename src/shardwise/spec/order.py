@@ -14,8 +14,8 @@ ended, a rank that leaves the order waits until its peers leave the order too. I
 it on all ranks. Data of different units is never mixed.
 
 No rank removes a unit alone, because its peers may still use it. If paths keep changing, the order grows, and every
-rank visits all of it. When it exceeds about twice the recorded length, the ranks exchange which places they have used,
-and keep only those.
+rank visits all of it. When it exceeds about twice the recorded length, the ranks exchange which positions they have
+used, and keep only those.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class OrderMessage(NamedTuple):
 
     Attributes:
         wants: Number of the unit that the rank wants next, ``FINISHED`` or ``FAILED``.
-        place: Place in the order at which the rank's path left the order; the end, if it has not left the order.
-        is_complete: The rank has run all units before that place in this pass.
+        position: Position in the order at which the rank's path left the order; the end, if it has not left the order.
+        is_complete: The rank has run all units before that position in this pass.
     """
 
     wants: int
-    place: int = 0
+    position: int = 0
     is_complete: bool = False
 
 
@@ -65,12 +65,12 @@ class Peers(Protocol):
         ...
 
 
-#: Number of places that an order may have in addition to twice the length of the recorded path.
+#: Number of positions that an order may have in addition to twice the length of the recorded path.
 _SLACK = 8
 
 
 class AgreedOrder:
-    """A sequence of unit numbers, and a cursor in it. Consecutive calls of one unit share one place in the sequence.
+    """A sequence of unit numbers, and a cursor in it. Consecutive calls of one unit share one position in the sequence.
 
     Example: with the recorded order ``[0, 1, 2]``, ``advance_to(2)`` right after ``start()`` returns ``[0, 1]``, the
     units to visit before 2; ``finish()`` returns the units that remain at the end of the pass. The cursor moves while
@@ -105,9 +105,9 @@ class AgreedOrder:
         self._expected = frozenset(expected)
         self.is_backward = is_backward
         self._order: list[int] = []
-        self._used_in: list[int] = []  # by place: the last pass in which this rank ran the unit there
+        self._used_in: list[int] = []  # by position: the last pass in which this rank ran the unit there
         self._pass = 0
-        self._agreed_in = 0  # the pass in which the ranks last agreed on the places to keep
+        self._agreed_in = 0  # the pass in which the ranks last agreed on the positions to keep
         self._max_length = 0  # the ranks agree again when the order is longer than this
         self._cursor = 0
         self.is_recorded = False
@@ -150,11 +150,11 @@ class AgreedOrder:
 
     @property
     def missing(self) -> frozenset[int]:
-        """Units that a pass may reach and that have no place in the order."""
+        """Units that a pass may reach and that have no position in the order."""
         return self._expected.difference(self._order)
 
     def advance_to(self, unit: int) -> Iterable[int]:
-        """Move to the next place of ``unit``, and return the skipped units, in order, for the caller to visit.
+        """Move to the next position of ``unit``, and return the skipped units, in order, for the caller to visit.
 
         A unit that is not in the rest of the order is negotiated; without peers it is inserted at the cursor.
         """
@@ -162,13 +162,13 @@ class AgreedOrder:
         if cursor and self._order[cursor - 1] == unit:
             return ()
         try:
-            place = self._order.index(unit, cursor)
+            position = self._order.index(unit, cursor)
         except ValueError:
             return self._leave(unit)
-        self._used_in[place] = self._pass
-        if place > cursor:
+        self._used_in[position] = self._pass
+        if position > cursor:
             self._change()
-            return self._until(place, num_own=1)
+            return self._until(position, num_own=1)
         self._cursor = cursor + 1
         return ()
 
@@ -193,9 +193,9 @@ class AgreedOrder:
         self.num_changes += 1
         self._on_change()
 
-    def _until(self, place: int, *, num_own: int = 0) -> Iterator[int]:
-        """Yield the units up to ``place`` for the caller to visit, then move past ``num_own`` units that it runs."""
-        while self._cursor < place:
+    def _until(self, position: int, *, num_own: int = 0) -> Iterator[int]:
+        """Yield the units up to ``position`` for the caller to visit, then move past ``num_own`` units that it runs."""
+        while self._cursor < position:
             self._cursor += 1
             yield self._order[self._cursor - 1]
         self._cursor += num_own
@@ -203,10 +203,10 @@ class AgreedOrder:
     # -- negotiating
 
     def _leave_with_peers(self, unit: int) -> Iterator[int]:
-        """Move to a place up to which all ranks issue the same units, and negotiate from there, ``unit`` first.
+        """Move to a position up to which all ranks issue the same units, and negotiate from there, ``unit`` first.
 
-        If ranks exchange a message at the end of this pass, that place is the end of the order. Otherwise the peers
-        leave the order too, and it is the farthest place up to which one of them has issued the order's units.
+        If ranks exchange a message at the end of this pass, that position is the end of the order. Otherwise the peers
+        leave the order too, and it is the farthest position up to which one of them has issued the order's units.
         """
         assert self._peers is not None
         left_at = self._here
@@ -297,12 +297,12 @@ class AgreedOrder:
     def _unite(self) -> None:
         """Record the union of the previous order and of the paths of all ranks."""
         united, before = self._before, [unit for unit, _ in self._before]
-        for left_at, tail in sorted(self._tails, key=lambda entry: -entry[0].place):
-            united = united[: left_at.place] + self._merged(united[left_at.place :], tail)
+        for left_at, tail in sorted(self._tails, key=lambda entry: -entry[0].position):
+            united = united[: left_at.position] + self._merged(united[left_at.position :], tail)
         self._order, self._used_in = [unit for unit, _ in united], [used for _, used in united]
         self._cursor = len(self._order)
         self.is_settled = (self.is_settled and self._order == before) or any(
-            left_at.is_complete and before[: left_at.place] + tail == self._order for left_at, tail in self._tails
+            left_at.is_complete and before[: left_at.position] + tail == self._order for left_at, tail in self._tails
         )
 
     def _merged(self, known: Sequence[tuple[int, int]], path: Sequence[int]) -> list[tuple[int, int]]:
@@ -316,7 +316,7 @@ class AgreedOrder:
                 is_first = (ours[0][0] > theirs[0][0]) is self.is_backward
                 merged.append((ours if is_first else theirs).pop(0))
             merged += theirs or ours
-        return [entry for place, entry in enumerate(merged) if not place or merged[place - 1][0] != entry[0]]
+        return [entry for position, entry in enumerate(merged) if not position or merged[position - 1][0] != entry[0]]
 
     def is_new(self, unit: int) -> bool:
         """Whether ``unit`` was added to the order in this pass."""
@@ -344,28 +344,28 @@ class AgreedOrder:
 
     @property
     def is_overgrown(self) -> bool:
-        """Whether the ranks should agree, at the end of a pass, on the places to keep. The same on every rank."""
+        """Whether the ranks should agree, at the end of a pass, on the positions to keep. The same on every rank."""
         return len(self._order) > self._max_length
 
     def marks(self) -> list[int]:
-        """1 for each place that this rank used in this pass, else 0; then the same for use since the last ``keep``.
+        """1 for each position that this rank used in this pass, else 0; then the same for use since the last ``keep``.
 
-        After a negotiation the places that any rank used are 1.
+        After a negotiation the positions that any rank used are 1.
         """
         return [int(used == self._pass) for used in self._used_in] + [
             int(used > self._agreed_in) for used in self._used_in
         ]
 
     def keep(self, marks: Sequence[int]) -> None:
-        """Keep the places that any rank has used since the last agreement, or, if too many, in this pass.
+        """Keep the positions that any rank has used since the last agreement, or, if too many, in this pass.
 
         ``marks`` is the sum of :meth:`marks` over all ranks.
         """
         count = len(self._order)
-        now, lately = ([place for place in range(count) if chosen[place]] for chosen in (marks[:count], marks[count:]))
+        now, lately = ([i for i in range(count) if chosen[i]] for chosen in (marks[:count], marks[count:]))
         kept = lately if 4 * len(lately) <= 3 * self._max_length else now
-        path = [(self._order[place], self._used_in[place]) for place in kept]
-        path = [entry for place, entry in enumerate(path) if not place or path[place - 1][0] != entry[0]]
+        path = [(self._order[position], self._used_in[position]) for position in kept]
+        path = [entry for position, entry in enumerate(path) if not position or path[position - 1][0] != entry[0]]
         self._order, self._used_in = [unit for unit, _ in path], [used for _, used in path]
         self._agreed_in = self._pass
         self._max_length = max(self._max_length, 2 * len(now) + _SLACK)
@@ -373,7 +373,7 @@ class AgreedOrder:
         self._change()
 
     def __contains__(self, unit: int) -> bool:
-        """Whether ``unit`` has a place in the order."""
+        """Whether ``unit`` has a position in the order."""
         return unit in self._order
 
     def upcoming(self, ahead: Ahead = 1) -> Sequence[int]:
@@ -383,7 +383,7 @@ class AgreedOrder:
         return units_ahead(self._order[self._cursor :], ahead)
 
     def remaining(self, unit: int) -> int:
-        """The number of places of ``unit`` behind the cursor."""
+        """The number of positions of ``unit`` behind the cursor."""
         return self._order[self._cursor :].count(unit)
 
     def is_last(self, unit: int) -> bool:

@@ -83,7 +83,7 @@ class Shown:
         page, rows = self.page(), ""
         for number, row in enumerate(page.rows):
             tag = "td" if number else "th"
-            sides = ["left" if place in page.words else "right" for place in range(len(row))]
+            sides = ["left" if index in page.words else "right" for index in range(len(row))]
             cells = zip(sides, row, strict=True)
             rows += "<tr>" + "".join(f'<{tag} style="text-align:{side}">{_safe(cell)}</{tag}>' for side, cell in cells)
         lines = [f"<pre>{_safe(chr(10).join(part))}</pre>" if part else "" for part in (page.above, page.below)]

@@ -28,8 +28,8 @@ def aligned(rows: Iterable[Sequence[str]], *, words: Container[int] = (0,)) -> l
 
     lines = list(rows)
     grid = Table.grid(padding=(0, 2, 0, 0))
-    for place in range(len(lines[0])):
-        grid.add_column(justify="left" if place in words else "right", no_wrap=True)
+    for index in range(len(lines[0])):
+        grid.add_column(justify="left" if index in words else "right", no_wrap=True)
     for row in lines:
         grid.add_row(*(Text(printable(cell)) for cell in row))
     console = Console(file=io.StringIO(), width=100_000, color_system=None)

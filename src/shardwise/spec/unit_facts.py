@@ -79,7 +79,7 @@ class GroupFacts:
     has_part_grads: bool = False
     num_ahead: int = 1
 
-    def place(self, rank: int) -> int:
+    def slice_index(self, rank: int) -> int:
         """Index of rank ``rank`` of ``dp_shard`` among the ranks that share the group, as other methods expect it."""
         return rank // self.ep
 

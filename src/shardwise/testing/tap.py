@@ -56,7 +56,7 @@ class _Frame:
     path: str
     call: int
     since: int
-    given: list[Tensor]
+    inputs: list[Tensor]
     inputs_inside: list[tuple[weakref.ref[Tensor], Point]] = field(default_factory=list)
 
 
@@ -97,24 +97,24 @@ class Tap:
             handle.remove()
 
     def _enter(self, path: str, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        since, given = torch_private.next_sequence_number(), [*_floats((args, dict(kwargs)))]
+        since, inputs = torch_private.next_sequence_number(), [*_floats((args, dict(kwargs)))]
         if torch_private.current_backward() != -1:  # a recomputation, which may end early
             if self._without_graph.get(path):
-                self._again[path] = _Frame(path, self._without_graph[path].pop(0), since, given)
+                self._again[path] = _Frame(path, self._without_graph[path].pop(0), since, inputs)
             return
         call, around = self.calls[path], self._frames[-1]
         self.calls[path] += 1
         self.callers[path, call] = around.path, around.call
-        for index, tensor in enumerate(given):
+        for index, tensor in enumerate(inputs):
             point = Point(path, INPUT_GRADIENT, call, str(index))
             known = (first for reference, first in around.inputs_inside if reference() is tensor)
             self.siblings[point] = first = next(known, point)
             if first is point:
                 around.inputs_inside.append((weakref.ref(tensor), point))
-                if not any(tensor is each for each in around.given):
+                if not any(tensor is each for each in around.inputs):
                     self.fresh.add(point._replace(kind=INPUT))
             self._note(Point(path, INPUT, call, str(index)), tensor.detach())
-        self._frames.append(_Frame(path, call, since, given))
+        self._frames.append(_Frame(path, call, since, inputs))
 
     def _leave(self, path: str, _module: nn.Module, _args: object, output: object) -> None:
         made = [*_floats(output)]
@@ -142,26 +142,26 @@ class Tap:
                 tensor.register_hook(functools.partial(note, point))
                 self.hooked.add(point)
         edges = {}
-        for index, tensor in enumerate(frame.given):
+        for index, tensor in enumerate(frame.inputs):
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):  # a parameter may have other uses inside
                 edge = torch.autograd.graph.get_gradient_edge(tensor)
                 edges.setdefault((edge.node, edge.output_nr), str(index))
         for node, places in _nodes_before(made, edges, frame.since):
-            points = {place: Point(frame.path, INPUT_GRADIENT, frame.call, name) for place, name in places.items()}
+            points = {index: Point(frame.path, INPUT_GRADIENT, frame.call, name) for index, name in places.items()}
             node.register_hook(functools.partial(_show, note, points))
 
 
 def _has_other_uses(tensor: Tensor, frame: _Frame, made: list[Tensor]) -> bool:
     """Whether the gradient of an output has other terms too, because it is, for example, a parameter or an input."""
-    inputs = [*frame.given, *(reference() for reference, _ in frame.inputs_inside)]
+    inputs = [*frame.inputs, *(reference() for reference, _ in frame.inputs_inside)]
     return tensor.is_leaf or any(tensor is each for each in inputs) or sum(tensor is each for each in made) > 1
 
 
-def _show(note: Callable[[Point, Tensor], None], points: Mapping[int, Point], given: Any, _taken: object) -> None:
-    """Hook of a node of the graph; ``given`` are the gradients that the node passes on."""
-    for place, point in points.items():
-        if given[place] is not None:
-            note(point, given[place].detach())
+def _show(note: Callable[[Point, Tensor], None], points: Mapping[int, Point], gradients: Any, _taken: object) -> None:
+    """Hook of a node of the graph; ``gradients`` are those that the node passes on."""
+    for index, point in points.items():
+        if gradients[index] is not None:
+            note(point, gradients[index].detach())
 
 
 def _nodes_before(
@@ -178,9 +178,9 @@ def _nodes_before(
         if torch_private.sequence_number(node) < since:
             continue
         places = {}
-        for place, edge in enumerate(node.next_functions):
+        for index, edge in enumerate(node.next_functions):
             if edge in edges:
-                places[place] = edges[edge]
+                places[index] = edges[edge]
             else:
                 nodes.append(edge[0])
         if places:

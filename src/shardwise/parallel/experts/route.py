@@ -152,8 +152,8 @@ def _scatter_to_choices(rows_SC: Tensor, route: Route) -> Tensor:
     """Scatter rows, sorted by expert, to their choices: (K, N, C), zero for dropped choices."""
     num_tokens, num_choices = route.shape
     make = rows_SC.new_empty if len(route.order) == num_choices * num_tokens else rows_SC.new_zeros
-    places = make(num_choices * num_tokens, rows_SC.shape[1])
-    return places.index_copy_(0, route.order, rows_SC).view(num_choices, num_tokens, rows_SC.shape[1])
+    by_choice = make(num_choices * num_tokens, rows_SC.shape[1])
+    return by_choice.index_copy_(0, route.order, rows_SC).view(num_choices, num_tokens, rows_SC.shape[1])
 
 
 class _Dispatch(torch.autograd.Function):

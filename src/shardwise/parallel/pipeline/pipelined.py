@@ -166,8 +166,8 @@ class Pipelined(Uncopyable):
         """Make sums over all ranks count a parameter that several stages share only on the first of them."""
         tp_rank, tp_size = self._tp
         part = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp_rank, copies=tp_size)
-        place = holders.index(self._comm.rank)
-        copy, copies = place * part.copies + part.copy, len(holders) * part.copies
+        holder = holders.index(self._comm.rank)
+        copy, copies = holder * part.copies + part.copy, len(holders) * part.copies
         set_slice(parameter, dataclasses.replace(part, copy=copy, copies=copies))
 
     def install(self, model: nn.Module, device: torch.device) -> None:

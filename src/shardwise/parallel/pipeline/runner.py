@@ -146,8 +146,8 @@ class ScheduleRunner:
         rank, schedule = self._comm.rank, self._job.schedule
         early = {} if self._comm.is_in_order else schedule.early(rank)
         try:
-            for place, action in enumerate(schedule.actions[rank]):
-                self.post_early(early.get(place, ()))
+            for index, action in enumerate(schedule.actions[rank]):
+                self.post_early(early.get(index, ()))
                 self.execute(action)
         finally:
             self._store.clear()  # if the step failed

@@ -242,7 +242,7 @@ class _Pass:
         call = self._flow.calls[number]
         if call.leaves is not None and call.stage != self._stage:
             return call.make_result(
-                tree_leaves((args, kwargs)), lambda place, leaf: self._foreign_output((number, place), leaf, device)
+                tree_leaves((args, kwargs)), lambda index, leaf: self._foreign_output((number, index), leaf, device)
             )
         output = compute(*args, **kwargs)
         if not (self.is_last or self.recomputes or call.leaves is None):

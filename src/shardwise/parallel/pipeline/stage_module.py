@@ -119,7 +119,7 @@ def _in_order_of_calls(model: nn.Module, found: list[StageModule]) -> list[Stage
         moved = [each for name in names for each in found if each.name == f"{path}.{name}"]
         if moved:
             found = [each for each in found if each not in moved]
-            last = max(place for place, each in enumerate(found) if each.name.startswith(f"{path}.{chain}."))
+            last = max(index for index, each in enumerate(found) if each.name.startswith(f"{path}.{chain}."))
             found[last + 1 : last + 1] = moved
     return found
 

@@ -37,7 +37,7 @@ Weight = tuple[str, str]
 class Argument(NamedTuple):
     """A leaf of a call's result that is one of its arguments: the index among their leaves."""
 
-    place: int
+    index: int
 
 
 @dataclass
@@ -64,11 +64,11 @@ class Call:
         assert self.leaves is not None
         assert self.spec is not None
         values = []
-        for place, leaf in enumerate(self.leaves):
+        for index, leaf in enumerate(self.leaves):
             if isinstance(leaf, Argument):
-                values.append(arguments[leaf.place])
+                values.append(arguments[leaf.index])
             else:
-                values.append(make(place, leaf) if isinstance(leaf, Tensor) else leaf)
+                values.append(make(index, leaf) if isinstance(leaf, Tensor) else leaf)
         return tree_unflatten(values, self.spec)
 
 
@@ -166,11 +166,11 @@ class Tracer:
                 return output
             call.inputs |= found
         leaves, call.spec = tree_flatten(output)
-        places = {id(each): Argument(place) for place, each in enumerate(arguments) if not _is_constant(each)}
+        argument_of = {id(each): Argument(index) for index, each in enumerate(arguments) if not _is_constant(each)}
         with self._marks.paused():  # detached: the flow is kept, and a graph would keep the traced batch's tensors
             kept = [leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        call.leaves = [places.get(id(leaf), keep) for leaf, keep in zip(leaves, kept, strict=True)]
-        return call.make_result(arguments, lambda place, leaf: self._placeholder((number, place), leaf))
+        call.leaves = [argument_of.get(id(leaf), keep) for leaf, keep in zip(leaves, kept, strict=True)]
+        return call.make_result(arguments, lambda index, leaf: self._placeholder((number, index), leaf))
 
     def _compute_shapes(self, module: StageModule, arguments: Sequence[Any], spec: TreeSpec) -> Any:
         """Call the meta copy; arguments in its result are replaced by the given ones."""

@@ -132,8 +132,8 @@ def footprint(
             optimizer += state_bytes(param.name, param.numel, param.num_bytes // max(param.numel, 1))
     host = 0
     for group in groups:
-        place = group.place(rank)
-        parameters += group.replica_bytes(place)
+        index = group.slice_index(rank)
+        parameters += group.replica_bytes(index)
         states = 0
         if group.is_trainable:
             reduce = group.reduce_layout
@@ -141,15 +141,15 @@ def footprint(
                 gradients += group.reduce_item_bytes * reduce.numel
             if "defer_replicate" in accumulations and (group.has_separate_grad or not group.pools_gradients):
                 # Sums inside the group that wait for the sum over dp_replicate have separate memory.
-                gradients += group.reduce_item_bytes * reduce.slice_numel(place)
-            for name, numel in _updated_numels(group, place):
+                gradients += group.reduce_item_bytes * reduce.slice_numel(index)
+            for name, numel in _updated_numels(group, index):
                 states += state_bytes(name, numel, group.item_bytes)
         if group.is_offloaded:
-            host_sums = group.host_sum_bytes(place, is_added="sharded" in accumulations)
-            host += group.master_bytes(place) + group.grad_bytes(place) + host_sums + states
+            host_sums = group.host_sum_bytes(index, is_added="sharded" in accumulations)
+            host += group.master_bytes(index) + group.grad_bytes(index) + host_sums + states
         else:
-            parameters += group.master_bytes(place)
-            gradients += group.grad_bytes(place)
+            parameters += group.master_bytes(index)
+            gradients += group.grad_bytes(index)
             optimizer += states
     return Footprint(
         parameters=parameters,
@@ -206,7 +206,7 @@ def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0, backward_order: 
             continue
         num_bytes = group.layout.numel * group.gather_item_bytes
         if group.inner_size:
-            total += group.inner_numel(group.place(rank)) * group.gather_item_bytes
+            total += group.inner_numel(group.slice_index(rank)) * group.gather_item_bytes
         if group.depth == 0:
             total += num_bytes
             continue
@@ -253,7 +253,7 @@ def staging_bytes(groups: Sequence[GroupFacts], *, rank: int) -> int:
     largest: dict[str, int] = {}
     for group in groups:
         if group.needs_staging:
-            num_bytes = group.master_numel(group.place(rank)) * group.item_bytes
+            num_bytes = group.master_numel(group.slice_index(rank)) * group.item_bytes
             largest[group.master_dtype] = max(largest.get(group.master_dtype, 0), num_bytes)
     return sum(largest.values())
 
@@ -292,7 +292,7 @@ def reduce_bytes(
                 walk.post_backward([group for group in trained if group.unit == unit], kind)
             walk.end()
     homes = [  # memory of .grad of a group while the optimizer updates the group
-        group.reduce_layout.slice_numel(group.place(rank)) * group.item_bytes
+        group.reduce_layout.slice_numel(group.slice_index(rank)) * group.item_bytes
         for group in trained
         if group.updates_in_backward and group.reduces_cast
     ]
@@ -315,7 +315,8 @@ class Replicas:
 
     def received_numel(self, group: GroupFacts, rank: int) -> int:
         """Elements that a rank receives from the other groups to sum its part of a shard."""
-        return own_part(group.reduce_layout.slice_numel(group.place(rank)), self.size, self.rank) * (self.size - 1)
+        numel = group.reduce_layout.slice_numel(group.slice_index(rank))
+        return own_part(numel, self.size, self.rank) * (self.size - 1)
 
 
 def own_part(numel: int, size: int, rank: int) -> int:
@@ -499,7 +500,7 @@ class _Reductions:
         """Bytes of the send buffer and of the receive buffer of packed gradients."""
         if group.reduced_as is None:
             return ()
-        return sum(group.summed_bytes), group.layout.size * group.summed_bytes[group.place(self._rank)]
+        return sum(group.summed_bytes), group.layout.size * group.summed_bytes[group.slice_index(self._rank)]
 
 
 def received_numel(group: GroupFacts, rank: int, *, is_added: bool = False) -> int:
@@ -514,7 +515,7 @@ def received_numel(group: GroupFacts, rank: int, *, is_added: bool = False) -> i
 
 def summed_numel(group: GroupFacts, rank: int) -> int:
     """Elements that a rank sums: its slice, or in an all-reduce an equal part."""
-    place = group.place(rank)
+    index = group.slice_index(rank)
     if group.placements.shards_optimizer:
-        return group.reduce_layout.slice_numel(place)
-    return own_part(group.reduce_layout.numel, group.layout.size, place)
+        return group.reduce_layout.slice_numel(index)
+    return own_part(group.reduce_layout.numel, group.layout.size, index)

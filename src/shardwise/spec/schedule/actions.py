@@ -136,20 +136,20 @@ class Schedule:
         """
         found: dict[int, list[Action]] = {}
         newest = None
-        for place, action in enumerate(self.actions[rank]):
+        for index, action in enumerate(self.actions[rank]):
             if not action.kind.is_message:
-                newest = place
+                newest = index
             elif action.kind.is_receive and newest is not None:
                 found.setdefault(newest, []).append(action)
-        return {place: tuple(receives) for place, receives in found.items()}
+        return {index: tuple(receives) for index, receives in found.items()}
 
     def issued(self, rank: int, *, is_early: bool = True) -> tuple[Action, ...]:
         """The actions of a rank in the order in which it starts them, with or without early receives."""
         early = self.early(rank) if is_early else {}
         moved = {receive for receives in early.values() for receive in receives}
         order: list[Action] = []
-        for place, action in enumerate(self.actions[rank]):
-            order += early.get(place, ())
+        for index, action in enumerate(self.actions[rank]):
+            order += early.get(index, ())
             order += () if action in moved else (action,)
         return tuple(order)
 
@@ -179,7 +179,7 @@ class Ordered(NamedTuple):
 def _ordered(schedule: Schedule) -> tuple[Ordered, ...]:
     """Take the ranks in turn, and run each one until it has to wait for another rank."""
     found: list[Ordered] = []
-    places: dict[tuple[bool, int, int], int] = {}  # index in ``found`` by (is a forward, stage, microbatch)
+    index_of: dict[tuple[bool, int, int], int] = {}  # index in ``found`` by (is a forward, stage, microbatch)
     next_of = [0] * schedule.num_ranks
     computed = [schedule.computations(rank) for rank in range(schedule.num_ranks)]
     total = sum(map(len, computed))
@@ -193,11 +193,11 @@ def _ordered(schedule: Schedule) -> tuple[Ordered, ...]:
                 source = -1
                 other = stage - 1 if is_forward else stage + 1
                 if action.kind is not Kind.BACKWARD_WEIGHT and 0 <= other < num_stages:
-                    source = places.get((is_forward, other, action.microbatch), -1)
+                    source = index_of.get((is_forward, other, action.microbatch), -1)
                     if source < 0:
                         break
                 if action.kind is not Kind.BACKWARD_WEIGHT:
-                    places[is_forward, stage, action.microbatch] = len(found)
+                    index_of[is_forward, stage, action.microbatch] = len(found)
                 sender = other if source >= 0 and ranks[other] != ranks[stage] else -1
                 found.append(Ordered(rank, action, kinds.index(action.kind), source, sender))
                 next_of[rank] += 1

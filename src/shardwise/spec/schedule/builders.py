@@ -237,7 +237,7 @@ def interleaved(pp: int, num_microbatches: int, num_virtual_stages: int) -> list
     group = pp * num_virtual_stages
     total = num_microbatches * num_virtual_stages
 
-    def place(turn: int, rank: int, *, is_backward: bool) -> tuple[int, int]:
+    def location(turn: int, rank: int, *, is_backward: bool) -> tuple[int, int]:
         """Stage and microbatch of a rank's ``turn``-th forward or backward."""
         groups, within = divmod(turn, group)
         chunk, microbatch = divmod(within, pp)
@@ -248,8 +248,8 @@ def interleaved(pp: int, num_microbatches: int, num_virtual_stages: int) -> list
     orders = []
     for rank in range(pp):
         ahead = min(forwards_ahead(pp, rank, num_virtual_stages), total)
-        forwards = [Action(Kind.FORWARD, *place(turn, rank, is_backward=False)) for turn in range(total)]
-        backwards = [Action(Kind.BACKWARD, *place(turn, rank, is_backward=True)) for turn in range(total)]
+        forwards = [Action(Kind.FORWARD, *location(turn, rank, is_backward=False)) for turn in range(total)]
+        backwards = [Action(Kind.BACKWARD, *location(turn, rank, is_backward=True)) for turn in range(total)]
         order = forwards[:ahead]
         for forward, backward in zip(forwards[ahead:], backwards, strict=False):
             order += [forward, backward]

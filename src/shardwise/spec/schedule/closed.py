@@ -208,11 +208,11 @@ def _coarse(timing: Timing, columns: int) -> Timing:
     width = max(-(-last // columns), 1)
     drawn = []
     for spans in timing.spans:
-        place, row = 0, []
+        column, row = 0, []
         for start, end, action in spans:
-            begin = max(place, round(start / width))
-            place = max(begin + 1, round(end / width))
-            row.append(Span(begin, place, action))
+            begin = max(column, round(start / width))
+            column = max(begin + 1, round(end / width))
+            row.append(Span(begin, column, action))
         drawn.append(tuple(row))
     return Timing(tuple(drawn), timing.unit * width)
 
@@ -234,13 +234,13 @@ def rows(built: Schedule, timing: Timing) -> list[str]:
 
 
 def _row(built: Schedule, spans: Sequence[Span], width: int, columns: int) -> str:
-    cells, place = "", 0
+    cells, column = "", 0
     for start, end, action in spans:
         label = _label(built, action)
-        cells += ".".ljust(width) * (start - place)
+        cells += ".".ljust(width) * (start - column)
         cells += (label + "-" * (width * (end - start - 1))).ljust(width * (end - start))
-        place = end
-    return cells + ".".ljust(width) * (columns - place)
+        column = end
+    return cells + ".".ljust(width) * (columns - column)
 
 
 def _label(built: Schedule, action: Action) -> str:

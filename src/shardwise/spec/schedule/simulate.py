@@ -205,20 +205,20 @@ def without_delays(schedule: Schedule, timing: Timing) -> Timing:
 
 def _check_ends(schedule: Schedule) -> None:
     """Check that all ranks reach their end if sends and receives wait for each other (rendezvous)."""
-    places, has_moved = [0] * schedule.num_ranks, True
+    cursors, has_moved = [0] * schedule.num_ranks, True
     while has_moved:
         has_moved = False
         for rank, actions in enumerate(schedule.actions):
-            while places[rank] < len(actions):
-                action = actions[places[rank]]
+            while cursors[rank] < len(actions):
+                action = actions[cursors[rank]]
                 if action.peer is not None:
-                    theirs, place = schedule.actions[action.peer], places[action.peer]
-                    if place == len(theirs) or theirs[place] != _other_end(action, rank):
+                    theirs, cursor = schedule.actions[action.peer], cursors[action.peer]
+                    if cursor == len(theirs) or theirs[cursor] != _other_end(action, rank):
                         break
-                    places[action.peer] += 1
-                places[rank] += 1
+                    cursors[action.peer] += 1
+                cursors[rank] += 1
                 has_moved = True
-    left = [actions[place:] for actions, place in zip(schedule.actions, places, strict=True)]
+    left = [actions[cursor:] for actions, cursor in zip(schedule.actions, cursors, strict=True)]
     check_done(schedule.name, "blocking", left)
 
 

@@ -25,7 +25,7 @@ class Collective(NamedTuple):
 
 def gather_bytes(group: GroupFacts, rank: int) -> int:
     """Bytes that a rank sends in the all-gather of a group: its slice, to every other rank."""
-    return (group.layout.size - 1) * group.slice_bytes(group.place(rank))
+    return (group.layout.size - 1) * group.slice_bytes(group.slice_index(rank))
 
 
 def reduction_bytes(group: GroupFacts, rank: int) -> int:
@@ -34,28 +34,27 @@ def reduction_bytes(group: GroupFacts, rank: int) -> int:
     With quantized sums, the second part of an all-reduce is a separate collective (:func:`spread_bytes`).
     """
     if group.reduced_as is not None:
-        return sum(group.summed_bytes) - group.summed_bytes[group.place(rank)]
+        return sum(group.summed_bytes) - group.summed_bytes[group.slice_index(rank)]
     if not group.placements.shards_optimizer:
-        return (
-            all_reduced_numel(group.reduce_layout.numel, group.layout.size, group.place(rank)) * group.reduce_item_bytes
-        )
+        numel = all_reduced_numel(group.reduce_layout.numel, group.layout.size, group.slice_index(rank))
+        return numel * group.reduce_item_bytes
     return (group.reduce_layout.numel - summed_numel(group, rank)) * group.reduce_item_bytes
 
 
 def spread_bytes(group: GroupFacts, rank: int) -> int:
     """Bytes that a rank sends to gather the parts of a quantized sum: its part, to every other rank."""
-    bounds, place = summed_bounds(group.reduce_layout), group.place(rank)
-    return (group.layout.size - 1) * (bounds[place + 1] - bounds[place]) * group.reduce_item_bytes
+    bounds, index = summed_bounds(group.reduce_layout), group.slice_index(rank)
+    return (group.layout.size - 1) * (bounds[index + 1] - bounds[index]) * group.reduce_item_bytes
 
 
 def inner_gather_bytes(group: GroupFacts, rank: int) -> int:
     """Bytes that a rank sends to gather a group from an inner group of ranks."""
-    return (group.inner_size - 1) * group.inner_numel(group.place(rank)) * group.gather_item_bytes
+    return (group.inner_size - 1) * group.inner_numel(group.slice_index(rank)) * group.gather_item_bytes
 
 
 def replicate_bytes(group: GroupFacts, rank: int, replicas: Replicas) -> int:
     """Bytes that a rank sends to sum a group over ``dp_replicate``: an all-reduce of its reduced slice."""
-    numel = group.reduce_layout.slice_numel(group.place(rank))
+    numel = group.reduce_layout.slice_numel(group.slice_index(rank))
     return all_reduced_numel(numel, replicas.size, replicas.rank) * group.reduce_item_bytes
 
 

@@ -120,12 +120,12 @@ class Walk:
         if not self._is_first_of_window:  # inner groups have kept these units since the previous microbatch
             self._kept = {unit for unit in order[:-1] if self._units[unit].is_released}
         previous: int | None = None
-        for place, unit in enumerate(order):
+        for index, unit in enumerate(order):
             if previous is not None and previous != unit and self._units[previous].is_released:
                 self._resident.discard(previous)
                 self._kept.add(previous)
             self._gather(unit)
-            self._prefetch(units_ahead(order[place + 1 :], self._units[unit].ahead[0]))
+            self._prefetch(units_ahead(order[index + 1 :], self._units[unit].ahead[0]))
             self._add(Event.WAIT, unit)
             self._add(Event.FORWARD, unit)
             previous = unit
@@ -133,8 +133,8 @@ class Walk:
 
     def backward(self, order: Sequence[int]) -> None:
         """Add a backward that enters the units in this order."""
-        for place, unit in enumerate(order):
-            later = order[place + 1 :]
+        for index, unit in enumerate(order):
+            later = order[index + 1 :]
             for other in [other for other in self._entered if other not in self._units[unit].family]:
                 if other not in later:
                     self._leave_unit(other)
@@ -167,11 +167,11 @@ class Walk:
 
     def _recompute(self, entered: int) -> None:
         """Gather the units of the module that is recomputed when backward enters a unit: the unit, or one around it."""
-        for place in (self._units[entered].name, self._units[entered].recomputed_in):
-            if place is not None and place not in self._recomputed:
-                self._recomputed.add(place)
+        for module in (self._units[entered].name, self._units[entered].recomputed_in):
+            if module is not None and module not in self._recomputed:
+                self._recomputed.add(module)
                 for unit in self._forward_order:
-                    if self._units[unit].recomputed_in == place:
+                    if self._units[unit].recomputed_in == module:
                         self._gather(unit)
                         self._add(Event.WAIT, unit)
 

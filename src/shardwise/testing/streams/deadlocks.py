@@ -147,8 +147,8 @@ class _Run:
             if queue.meetings is None:
                 if not queue.can_begin:
                     break
-                place = queue.places[queue.num_done]
-                queue.meetings = [*self._begin(rank, self._programs[rank].collectives[place], ready)]
+                index = queue.places[queue.num_done]
+                queue.meetings = [*self._begin(rank, self._programs[rank].collectives[index], ready)]
             open_ones = [meeting for meeting in queue.meetings if not meeting.is_over]
             for meeting in open_ones:
                 self._waiting[id(meeting)].add(rank)
@@ -193,7 +193,7 @@ class _Run:
             missing = next(other for other in meeting.members if other not in meeting.arrived)
             path.append((rank, issued, missing))
             rank = missing
-        start = next((place for place, entry in enumerate(path) if entry[0] == rank), 0)
+        start = next((index for index, entry in enumerate(path) if entry[0] == rank), 0)
         circle = path[start:]
         lines = [
             f"  rank {each} waits in {_named(issued, self._programs[each])} for rank {other}, at\n{shown(issued.where)}"
@@ -224,7 +224,7 @@ def _streams_of(program: Program) -> list[_StreamQueue]:
     """A queue for each stream. Collectives of other streams in a collective's clock must end before it begins."""
     queues: dict[int, _StreamQueue] = {}
     times: dict[int, list[int]] = {}
-    for place, issued in enumerate(program.collectives):
+    for index, issued in enumerate(program.collectives):
         queue, number = queues.setdefault(issued.agent, _StreamQueue()), issued.agent
         seen = [
             (other, bisect_right(times[stream], issued.clock.get(stream, -1)))
@@ -232,8 +232,8 @@ def _streams_of(program: Program) -> list[_StreamQueue]:
             if stream != number and stream in times
         ]
         queue.needs.append(tuple((other, count) for other, count in seen if count))
-        queue.places.append(place)
-        times.setdefault(number, []).append(issued.clock.get(number, place))
+        queue.places.append(index)
+        times.setdefault(number, []).append(issued.clock.get(number, index))
     return list(queues.values())
 
 

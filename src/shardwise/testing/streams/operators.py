@@ -49,9 +49,9 @@ class _Schema:
         name, arguments = torch_private.schema_of(operator)
         written: set[int | str] = set()
         viewed: set[int | str] = set()
-        for place, (argument, is_alias, is_written) in enumerate(arguments):
+        for index, (argument, is_alias, is_written) in enumerate(arguments):
             if is_alias:
-                (written if is_written else viewed).update((place, argument))
+                (written if is_written else viewed).update((index, argument))
         is_like = name.endswith("_like") or name.startswith("aten::new_")
         return cls(name, frozenset(written), frozenset(viewed), is_like)
 
@@ -113,17 +113,17 @@ class Watch(torch_private.TorchDispatchMode):
 
     def _seen(self, schema: _Schema, args: Any, kwargs: Any, made: Any) -> None:
         detector = self._detector
-        given, reads, writes = _arguments(schema, args, kwargs)
-        if any(tensor.is_meta for tensor in given):
+        tensors, reads, writes = _arguments(schema, args, kwargs)
+        if any(tensor.is_meta for tensor in tensors):
             return
         side = detector.local.side
-        is_on_device = any(side_of(tensor) is Side.DEVICE for tensor in given)
+        is_on_device = any(side_of(tensor) is Side.DEVICE for tensor in tensors)
         touches = schema.name not in _TOUCH_NOTHING
         if side is None and not is_on_device:
-            if touches and any(memory_of(tensor) is not None for tensor in given):
+            if touches and any(memory_of(tensor) is not None for tensor in tensors):
                 detector.on_host(schema.name, reads, writes)
             return
-        new = _new_tensors(given, made)
+        new = _new_tensors(tensors, made)
         for tensor in new:
             if memory_of(tensor) is None:
                 detector.make(tensor.untyped_storage(), side or Side.DEVICE)
@@ -132,7 +132,7 @@ class Watch(torch_private.TorchDispatchMode):
         if schema.name not in _LEAVE_UNWRITTEN:
             writes += new
         if is_on_device:
-            self._kernel(schema.name, args, given, reads, writes)
+            self._kernel(schema.name, args, tensors, reads, writes)
         elif side is Side.DEVICE:
             detector.launch(schema.name, [], writes)
 
@@ -152,10 +152,10 @@ class Watch(torch_private.TorchDispatchMode):
         transfer(self._detector, name, target, source, non_blocking=non_blocking)
         return True
 
-    def _kernel(self, name: str, args: Any, given: list[Tensor], reads: list[Tensor], writes: list[Tensor]) -> None:
+    def _kernel(self, name: str, args: Any, tensors: list[Tensor], reads: list[Tensor], writes: list[Tensor]) -> None:
         detector = self._detector
         # Scalars may be on the host. Tensors without known memory were made inside an operator, not by the program.
-        foreign = [t for t in given if t.dim() and t.numel() and side_of(t) is not Side.DEVICE and memory_of(t)]
+        foreign = [t for t in tensors if t.dim() and t.numel() and side_of(t) is not Side.DEVICE and memory_of(t)]
         is_index = name.startswith("aten::index")
         if foreign and not is_index:
             detector.mismatch(f"{name} takes tensors of the host and of the device")
@@ -187,19 +187,19 @@ def transfer(detector: Detector, name: str, target: Tensor, source: Tensor, *, n
 
 def _arguments(schema: _Schema, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """All tensors among an operator's arguments, the tensors that it reads, and the tensors that it writes."""
-    given: list[Tensor] = []
+    inputs: list[Tensor] = []
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     for key, value in (*enumerate(args), *kwargs.items()):
         tensors = tensors_in([value])
-        given += tensors
+        inputs += tensors
         if not schema.is_like and key not in schema.viewed:
             (writes if key in schema.written else reads).extend(tensors)
-    return given, reads, writes
+    return inputs, reads, writes
 
 
-def _new_tensors(given: list[Tensor], made: Any) -> list[Tensor]:
+def _new_tensors(tensors: list[Tensor], made: Any) -> list[Tensor]:
     """The results of an operator that are not views of its arguments."""
-    known = {torch_private.storage_identity(tensor) for tensor in given}
+    known = {torch_private.storage_identity(tensor) for tensor in tensors}
     results = [tensor for tensor in tensors_in([made]) if not tensor.is_meta]
     return [tensor for tensor in results if torch_private.storage_identity(tensor) not in known]
