@@ -85,9 +85,9 @@ class OfTransformers:
         )
 
         left_out = self._model._keys_to_ignore_on_save or ()  # noqa: SLF001  an attribute that save_pretrained reads
-        kept = {self._kept.get(name, name): tensor for name, tensor in tensors.items()}
+        renamed = {self._kept.get(name, name): tensor for name, tensor in tensors.items()}
         whole: Any = _Whole(self._model)
-        return revert_weight_conversion(whole, {k: v for k, v in kept.items() if k not in left_out})
+        return revert_weight_conversion(whole, {k: v for k, v in renamed.items() if k not in left_out})
 
     def write_config(self, folder: Path, dtype: torch.dtype) -> None:
         """As :class:`Form`."""

@@ -118,8 +118,8 @@ def eval_step(
     pipelined = pipelined_of(model)
     with torch.no_grad(), engine.evaluating():
         if pipelined is not None:
-            usual = pipelined.num_microbatches
-            count = fitting_count(batch, usual) if num_microbatches is None else num_microbatches
+            default = pipelined.num_microbatches
+            count = fitting_count(batch, default) if num_microbatches is None else num_microbatches
             parts = list(_microbatches(batch, count))
             found = pipelined.losses(model, parts, forward or call_model, loss_of)
             return pipelined.mean_loss(engine, found) if losses is None else _append_losses(found, losses, engine)

@@ -24,19 +24,19 @@ def build_on_meta(build_model: Callable[[], nn.Module]) -> nn.Module:
     """Build the model with meta tensors only, even if it names a device. Tied parameters stay tied."""
     with torch.device("meta"), _WithoutDraws():
         model = build_model()
-    moved: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in torch_private.parameters_of(module).items():
             if parameter is not None and not parameter.is_meta:
-                if id(parameter) not in moved:
+                if id(parameter) not in copies:
                     empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-                    moved[id(parameter)] = parameter, empty  # the reference keeps the id from being reused
-                torch_private.parameters_of(module)[name] = moved[id(parameter)][1]
+                    copies[id(parameter)] = parameter, empty  # the reference keeps the id from being reused
+                torch_private.parameters_of(module)[name] = copies[id(parameter)][1]
         for name, buffer in torch_private.buffers_of(module).items():
             if buffer is not None and not buffer.is_meta:
-                if id(buffer) not in moved:
-                    moved[id(buffer)] = buffer, buffer.to("meta")
-                torch_private.buffers_of(module)[name] = moved[id(buffer)][1]
+                if id(buffer) not in copies:
+                    copies[id(buffer)] = buffer, buffer.to("meta")
+                torch_private.buffers_of(module)[name] = copies[id(buffer)][1]
     return model
 
 
@@ -64,7 +64,7 @@ def on_meta(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     Tied parameters stay tied. Floating-point parameters get ``dtype``; buffers keep theirs.
     """
     replaced: list[tuple[dict[str, Any], str, Any]] = []
-    moved: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
 
     def stand_in(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
@@ -78,11 +78,11 @@ def on_meta(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             for name, tensor in entries.items():
                 if tensor is not None:
                     replaced.append((entries, name, tensor))
-                    if id(tensor) not in moved:
-                        moved[id(tensor)] = stand_in(tensor)
+                    if id(tensor) not in copies:
+                        copies[id(tensor)] = stand_in(tensor)
     try:
         for entries, name, tensor in replaced:
-            entries[name] = moved[id(tensor)]
+            entries[name] = copies[id(tensor)]
         yield
     finally:
         for entries, name, tensor in replaced:

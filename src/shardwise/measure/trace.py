@@ -168,14 +168,14 @@ class _Tracer(TorchDispatchMode):
     def _enter_unit(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._in_backward is not None:
             return  # recomputed
-        given = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        for tensor in given:
+        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        for tensor in inputs:
             self._watch_gradient(tensor)
         self._running.append(name)
         self._found.setdefault(name, _Found())
         self._order.append(name)
-        self._entries[name] = given
-        for tensor in given:
+        self._entries[name] = inputs
+        for tensor in inputs:
             self._entered.setdefault(torch_private.storage_identity(tensor), []).append(name)
 
     def _leave_unit(self, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -220,12 +220,12 @@ class _Tracer(TorchDispatchMode):
             if is_forward:
                 self._see_computation(found, func, args, outputs)
         elif outputs:
-            moved = sum(map(_extent, outputs)) + sum(map(_extent, self._inputs_read(func, inputs, outputs)))
+            num_bytes = sum(map(_extent, outputs)) + sum(map(_extent, self._inputs_read(func, inputs, outputs)))
             if is_forward:
-                found.forward_bytes += moved
+                found.forward_bytes += num_bytes
                 found.num_kernels += 1
             else:
-                found.backward_bytes += moved
+                found.backward_bytes += num_bytes
         self._note_makers(result)
         return result
 
@@ -264,8 +264,8 @@ class _Tracer(TorchDispatchMode):
             unit = self._found[maker if is_shared else users[0]]
             unit.saved_bytes += tensor.untyped_storage().nbytes()
             unit.largest_bytes = max(unit.largest_bytes, tensor.untyped_storage().nbytes())
-        for name, given in self._entries.items():
-            for key, tensor in {torch_private.storage_identity(t): t for t in given}.items():
+        for name, inputs in self._entries.items():
+            for key, tensor in {torch_private.storage_identity(t): t for t in inputs}.items():
                 if key in self._makers and len(self._entered[key]) == 1:
                     self._found[name].input_bytes += tensor.untyped_storage().nbytes()
         parameters = {name: [entry.parameter for entry in entries] for name, entries in owned.items()}
@@ -322,8 +322,8 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _mm(args: Any, output: Tensor) -> Product:
-    left = args[0]
-    return Product(left.shape[0], left.shape[1], output.shape[1])
+    first = args[0]
+    return Product(first.shape[0], first.shape[1], output.shape[1])
 
 
 def _addmm(args: Any, output: Tensor) -> Product:

@@ -363,8 +363,8 @@ class AgreedOrder:
         """
         count = len(self._order)
         now, lately = ([i for i in range(count) if chosen[i]] for chosen in (marks[:count], marks[count:]))
-        kept = lately if 4 * len(lately) <= 3 * self._max_length else now
-        path = [(self._order[position], self._used_in[position]) for position in kept]
+        selected = lately if 4 * len(lately) <= 3 * self._max_length else now
+        path = [(self._order[position], self._used_in[position]) for position in selected]
         path = [entry for position, entry in enumerate(path) if not position or path[position - 1][0] != entry[0]]
         self._order, self._used_in = [unit for unit, _ in path], [used for _, used in path]
         self._agreed_in = self._pass

@@ -16,8 +16,8 @@ _with_defaults = functools.cache(lambda kind: kind())
 
 def changed_fields(instance: Any) -> dict[str, Any]:
     """The first field of a dataclass, and all other fields that differ from their defaults, by name."""
-    usual, own = vars_of(_with_defaults(type(instance))), vars_of(instance)
-    same = [name for name, value in own.items() if type(value) is type(usual[name]) and value == usual[name]]
+    defaults, own = vars_of(_with_defaults(type(instance))), vars_of(instance)
+    same = [name for name, value in own.items() if type(value) is type(defaults[name]) and value == defaults[name]]
     return {name: value for name, value in own.items() if name not in same or name == next(iter(own))}
 
 

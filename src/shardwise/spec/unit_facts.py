@@ -143,8 +143,8 @@ class GroupFacts:
         """Bytes of the replica of replicated parameters, or of the device's shard if the master is offloaded."""
         if self.is_resident:
             return self.gather_item_bytes * self.layout.numel
-        kept = self.item_bytes if self.gathered_as is not None else self.gather_item_bytes
-        return kept * self.layout.slice_numel(rank) if self.keeps_shard else 0
+        size = self.item_bytes if self.gathered_as is not None else self.gather_item_bytes
+        return size * self.layout.slice_numel(rank) if self.keeps_shard else 0
 
     @property
     def needs_staging(self) -> bool:

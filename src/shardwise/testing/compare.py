@@ -45,7 +45,7 @@ class Finding:
     @property
     def gap(self) -> float:
         """The distance between ``got`` and ``expected``."""
-        return apart(self.got, self.expected)
+        return distance(self.got, self.expected)
 
     @property
     def is_right(self) -> bool:
@@ -53,7 +53,7 @@ class Finding:
         return self.gap <= self.allowed
 
 
-def apart(left: Sequence[float], right: Sequence[float]) -> float:
+def distance(left: Sequence[float], right: Sequence[float]) -> float:
     """The distance of two tensors, from their sketches; infinite if one is not finite."""
     return _norm([a - b for a, b in zip(left, right, strict=True)])
 
@@ -76,7 +76,7 @@ class Comparison:
 
     Args:
         planned: The record under the plan.
-        alone: The record of one process.
+        baseline: The record of one process.
         other: The record of one process in another precision, if the model can be converted.
         context: Ranks along ``cp``.
         num_microbatches: Microbatches of a step.
@@ -88,13 +88,13 @@ class Comparison:
     """
 
     def __init__(
-        self, planned: Record, alone: Record, other: Record | None, *, context: int, num_microbatches: int
+        self, planned: Record, baseline: Record, other: Record | None, *, context: int, num_microbatches: int
     ) -> None:
-        self._planned, self._alone, self._other, self._context = planned, alone, other, context
+        self._planned, self._baseline, self._other, self._context = planned, baseline, other, context
         self.findings: dict[Point, Finding] = {}
         self._members: dict[Point, list[Point]] = {}
         groups: dict[Point, list[Point]] = {}
-        for point in alone.sketches:
+        for point in baseline.sketches:
             groups.setdefault(planned.siblings.get(point, point), []).append(point)
         skipped = self._not_alike(num_microbatches)
         for first, points in groups.items():
@@ -103,13 +103,13 @@ class Comparison:
                 self.findings[first] = found
         compared = {point.path for point in self.findings if point.kind in {INPUT, OUTPUT}}
         watched = {point.path for point in planned.shapes if point.kind in {INPUT, OUTPUT}}
-        self.unseen = sorted((watched - compared) | {path for path in planned.routed if path in alone.calls})
+        self.unseen = sorted((watched - compared) | {path for path in planned.routed if path in baseline.calls})
 
     def _not_alike(self, num_microbatches: int) -> set[str]:
         """Modules that the plan calls a different number of times, or from several stages and so in another order."""
-        planned, alone = self._planned.calls, self._alone.calls
-        spread = {path for path in self._planned.spread if alone.get(path, 0) > num_microbatches}
-        return spread | {path for path, count in planned.items() if count != alone.get(path)}
+        planned, baseline = self._planned.calls, self._baseline.calls
+        spread = {path for path in self._planned.spread if baseline.get(path, 0) > num_microbatches}
+        return spread | {path for path, count in planned.items() if count != baseline.get(path)}
 
     def factor(self, point: Point) -> int:
         """The ratio of a gradient to that of one process."""
@@ -129,7 +129,7 @@ class Comparison:
             return None  # every stage calls this module, and stages except the first pass zeros
         found = self._nearest(points, shape)
         if found is not None and not found.is_right and len(points) > 1:
-            wrong = [point for point in points if (alone := self._nearest([point], shape)) and not alone.is_right]
+            wrong = [point for point in points if (baseline := self._nearest([point], shape)) and not baseline.is_right]
             if 0 < len(wrong) < len(points):
                 self._members[first], found = wrong, self._nearest(wrong, shape)
         return found
@@ -140,7 +140,7 @@ class Comparison:
         numbers = [0.0] * SIZE if got is None else got.tolist()
         found = [
             finding
-            for label in self._alone.sketches[points[0]]
+            for label in self._baseline.sketches[points[0]]
             if (finding := self._beside(numbers, tuple(shape), points, label)) is not None
         ]
         # If a tensor is wrong, another part must be clearly nearer than the usual one to count as an explanation.
@@ -148,20 +148,20 @@ class Comparison:
         return nearest if nearest is None or nearest.is_right or nearest.gap < found[0].gap / 2 else found[0]
 
     def _beside(self, got: list[float], shape: tuple[int, ...], points: Sequence[Point], label: str) -> Finding | None:
-        alone, other = self._alone, self._other
-        expected = added(alone, points, label)
+        baseline, other = self._baseline, self._other
+        expected = added(baseline, points, label)
         if expected is None:
             return None
         factor = self.factor(points[0])
         numbers = (factor * expected).tolist()
-        allowed = _ULPS * alone.eps * _norm(numbers)
+        allowed = _ULPS * baseline.eps * _norm(numbers)
         in_other = None if other is None else added(other, points, label)
         if in_other is not None and other is not None:
-            noise = apart((factor * in_other).tolist(), numbers)
-            allowed += _NOISE * noise * min(1.0, alone.eps / other.eps)
-        tick = max(alone.ticks[point] for point in points)
-        biases = alone.biases.get(points[0], [])
-        return Finding(tick, label, alone.axes.get(label, ""), got, numbers, allowed, shape, biases)
+            noise = distance((factor * in_other).tolist(), numbers)
+            allowed += _NOISE * noise * min(1.0, baseline.eps / other.eps)
+        tick = max(baseline.ticks[point] for point in points)
+        biases = baseline.biases.get(points[0], [])
+        return Finding(tick, label, baseline.axes.get(label, ""), got, numbers, allowed, shape, biases)
 
     def members(self, first: Point) -> list[Point]:
         """The points whose sum the finding at ``first`` compares; if only some of them are wrong, these."""

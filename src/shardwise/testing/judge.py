@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardwise.spec.mesh import AXES, Mesh
 from shardwise.testing import kind as kinds
-from shardwise.testing.compare import Finding, apart, summed
+from shardwise.testing.compare import Finding, distance, summed
 from shardwise.testing.kind import Kind
 from shardwise.testing.record import Record
 from shardwise.testing.tap import GRADIENT, GRADIENTS, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, VALUE, Point
@@ -51,7 +51,7 @@ class Judge:
         self,
         table: Mapping[Point, Findings],
         seen: Mapping[Point, Sequence[int]],
-        alone: Record,
+        baseline: Record,
         *,
         scalars: Collection[Point],
         is_exact: bool,
@@ -65,7 +65,7 @@ class Judge:
         Args:
             table: The tensors that differ on some rank.
             seen: The times of all compared tensors.
-            alone: The record of one process.
+            baseline: The record of one process.
             scalars: The points of ``seen`` whose tensors have one element.
             is_exact: The first difference of bits counts, even if it vanishes in later additions.
         """
@@ -73,7 +73,7 @@ class Judge:
         for point in sorted(seen, key=lambda point: (min(seen[point]), point)):
             judged = self.judged(point, table[point]) if point in table else None
             if judged is None and not is_exact and point not in scalars:
-                left = [each for each in left if not _is_settled(each, point, alone)]
+                left = [each for each in left if not _is_settled(each, point, baseline)]
             elif judged is not None:
                 left.append(judged)
         is_harmless = all(each.is_term and each.point != Point("", OUTPUT) for each in left)
@@ -106,16 +106,16 @@ class Judge:
     def _how(self, found: Findings, group: Sequence[int]) -> str:
         members = [found[each] for each in group if each in found]
         expected, allowed = members[0].expected, 2 * sum(each.allowed for each in members)
-        if len(members) < len(group) or any(apart(each.expected, expected) > allowed for each in members):
+        if len(members) < len(group) or any(distance(each.expected, expected) > allowed for each in members):
             return ""
         total = summed([each.got for each in members])
-        if apart(total, expected) <= allowed:
+        if distance(total, expected) <= allowed:
             return "term; their sum is that"
         for bias in members[0].biases:
             for times, text in ((len(members) - 1, "with"), (-1, "without")):
-                if apart(total, summed([expected, [times * number for number in bias]])) <= allowed:
+                if distance(total, summed([expected, [times * number for number in bias]])) <= allowed:
                     return f"term, {text} the bias; the sum of the terms is that"
-        is_mean = apart([number / len(members) for number in total], expected) <= allowed
+        is_mean = distance([number / len(members) for number in total], expected) <= allowed
         return "tensor; their mean is that" if is_mean else ""
 
     def _of_others(self, point: Point, ranks: tuple[int, ...], found: Findings) -> Difference | None:
@@ -138,7 +138,7 @@ class Judge:
     def _is_of_other(self, rank: int, found: Findings, axis: str) -> bool:
         own = found[rank]
         others = (each for each in self.mesh.group(axis, rank) if each != rank)
-        return any(apart(own.got, found[each].expected) <= 3 * own.allowed for each in others)
+        return any(distance(own.got, found[each].expected) <= 3 * own.allowed for each in others)
 
     def _is_sum_over(self, rank: int, found: Findings, missing: str | None, axis: str) -> bool:
         """Whether a tensor (or its sum over ``missing``) is the sum of the right tensors of the ranks of ``axis``."""
@@ -147,7 +147,7 @@ class Judge:
             return False
         members = [found[each] for each in self.mesh.group(axis, rank)]
         left, right = summed([found[each].got for each in terms]), summed([each.expected for each in members])
-        return apart(left, right) <= 3 * sum(each.allowed for each in members)
+        return distance(left, right) <= 3 * sum(each.allowed for each in members)
 
     def _axis(self, ranks: Sequence[int], found: Findings) -> str:
         """The axis along which some ranks are right and others wrong, or that divides the tensor, or the only one."""
@@ -167,25 +167,25 @@ def _is_multiple(finding: Finding, factor: float) -> bool:
     if not math.isfinite(factor) or factor == 0:
         return False
     right = [factor * number for number in finding.expected]
-    return apart(finding.got, right) <= 3 * max(1.0, abs(factor)) * finding.allowed
+    return distance(finding.got, right) <= 3 * max(1.0, abs(factor)) * finding.allowed
 
 
-def _is_settled(difference: Difference, right: Point, alone: Record) -> bool:
+def _is_settled(difference: Difference, right: Point, baseline: Record) -> bool:
     """Whether a right tensor shows that an earlier difference does not affect the result."""
     point = difference.point
     is_alike = (point.kind in GRADIENTS) == (right.kind in GRADIENTS)
     if not is_alike or VALUE in {point.kind, right.kind} or GRADIENT in {point.kind, right.kind}:
         return False
     if right.kind in {OUTPUT, INPUT_GRADIENT}:
-        return (right.path, right.call) in set(_callers(point, alone))
-    is_computed = right.kind == OUTPUT_GRADIENT or right in alone.fresh
-    caller = _callers(right, alone)
-    return difference.is_term and is_computed and next(caller, None) in set(_callers(point, alone))
+        return (right.path, right.call) in set(_callers(point, baseline))
+    is_computed = right.kind == OUTPUT_GRADIENT or right in baseline.fresh
+    caller = _callers(right, baseline)
+    return difference.is_term and is_computed and next(caller, None) in set(_callers(point, baseline))
 
 
-def _callers(point: Point, alone: Record) -> Iterator[tuple[str, int]]:
+def _callers(point: Point, baseline: Record) -> Iterator[tuple[str, int]]:
     """The calls that enclose a call, from the innermost to the outermost."""
     at = point.path, point.call
-    while (around := alone.callers.get(at)) is not None:
+    while (around := baseline.callers.get(at)) is not None:
         yield around
         at = around

@@ -149,8 +149,8 @@ def _moved_rows(got: Tensor, part: Tensor, tables: Sequence[tuple[str, Tensor]])
         if (expected < 0).any() or (found < 0).any():
             continue
         offsets = ", ".join(map(str, (found - expected).unique().tolist()))
-        moved = f"{int(is_moved.sum())} of {len(rows)} rows are those of other ids of {name}, moved by {offsets}"
-        return Kind(SHIFTED, f"{moved}; {zero}" if is_zero.any() else moved)
+        text = f"{int(is_moved.sum())} of {len(rows)} rows are those of other ids of {name}, moved by {offsets}"
+        return Kind(SHIFTED, f"{text}; {zero}" if is_zero.any() else text)
     return None
 
 

@@ -25,7 +25,7 @@ from shardwise.comm.control import all_gather_json
 from shardwise.spec.mesh import AXES, Mesh
 from shardwise.spec.plan import ParallelPlan
 from shardwise.testing import kind as kinds
-from shardwise.testing.compare import Comparison, Finding, apart, summed
+from shardwise.testing.compare import Comparison, Finding, distance, summed
 from shardwise.testing.judge import Difference, Findings, Judge
 from shardwise.testing.kind import Kind
 from shardwise.testing.one_process import Job
@@ -152,17 +152,17 @@ class _Search:
         self._job, self._plan, self._mesh, self._control, self._parallelize = job, plan, mesh, control, parallelize
         self._rank = control.rank
         self._reader = mesh.data_parallel_rank(self._rank)
-        place = mesh.coordinate(self._rank)
-        self._at = {axis: (mesh.size(axis), place[axis]) for axis in AXES}
+        coordinate = mesh.coordinate(self._rank)
+        self._at = {axis: (mesh.size(axis), coordinate[axis]) for axis in AXES}
         self._count = len(job.parts[0][0])
         self._judge = Judge(mesh, self._count)
 
     def step(self, step: int, *, is_exact: bool) -> Location | NoDifference:
         """The first difference of a step."""
         planned = self._under_plan(step)
-        alone = self._in_one_process(step, planned)
-        other = self._in_other_precision(step, planned, alone.eps)
-        compared = Comparison(planned, alone, other, context=self._mesh.cp, num_microbatches=self._count)
+        baseline = self._in_one_process(step, planned)
+        other = self._in_other_precision(step, planned, baseline.eps)
+        compared = Comparison(planned, baseline, other, context=self._mesh.cp, num_microbatches=self._count)
         findings = compared.findings
         order = sorted((found.tick, point, math.prod(found.shape) == 1) for point, found in findings.items())
         wrong = [point for _, point, _ in order if not findings[point].is_right][:_MAX_NAMED]
@@ -179,10 +179,10 @@ class _Search:
         if not points:
             return nothing
         table, seen, scalars = self._exchange(points, order, findings)
-        first = self._judge.first(table, seen, alone, scalars=scalars, is_exact=not is_above_rounding)
+        first = self._judge.first(table, seen, baseline, scalars=scalars, is_exact=not is_above_rounding)
         if first is None:
             return nothing
-        located = self._examined(first, table[first.point], step, compared, alone)
+        located = self._examined(first, table[first.point], step, compared, baseline)
         time = min(seen[first.point])
         before = sum(tick < time for ticks in seen.values() for tick in ticks)
         return dataclasses.replace(located, num_right=before, unseen=unseen)
@@ -237,7 +237,7 @@ class _Search:
     # -- the second run of a step, with full tensors
 
     def _examined(
-        self, first: Difference, findings: Findings, step: int, compared: Comparison, alone: Record
+        self, first: Difference, findings: Findings, step: int, compared: Comparison, baseline: Record
     ) -> Location:
         point = first.point
         members = compared.members(point)
@@ -251,8 +251,8 @@ class _Search:
         everyone = all_gather_json(self._control, report)
         kind = first.kind or Kind(*next(each["kind"] for each in everyone if each["kind"] is not None))
         paths = dict.fromkeys(path for each in everyone for path in each["paths"])
-        module, tensor = _module_of(point, [*paths] or [point.path], alone)
-        calls = alone.calls.get(point.path, 0)
+        module, tensor = _module_of(point, [*paths] or [point.path], baseline)
+        calls = baseline.calls.get(point.path, 0)
         return Location(
             module=module,
             tensor=tensor,
@@ -298,14 +298,14 @@ def _of_terms(point: Point, own: Finding, whole: Record) -> Kind | None:
     terms = whole.terms.get(point, {})
     for (reader, microbatch), term in terms.items() if len(terms) > 1 else ():
         for sign, what, name in ((-1, "is left out", kinds.MISSING_SUM), (1, "is in it twice", kinds.DOUBLED_SUM)):
-            if apart(own.got, summed([own.expected, (sign * term).tolist()])) <= 3 * own.allowed:
+            if distance(own.got, summed([own.expected, (sign * term).tolist()])) <= 3 * own.allowed:
                 return Kind(name, f"microbatch {microbatch} of reader {reader} {what}")
     return None
 
 
-def _module_of(point: Point, paths: Sequence[str], alone: Record) -> tuple[str, str]:
+def _module_of(point: Point, paths: Sequence[str], baseline: Record) -> tuple[str, str]:
     """The module that computed a tensor, and a description of the tensor."""
-    caller, _ = alone.callers.get((point.path, point.call), (LOSS, 0))
+    caller, _ = baseline.callers.get((point.path, point.call), (LOSS, 0))
     if point.kind == INPUT:
         return caller, f"input that it gives to {_shown(point.path)}"
     if point.kind == OUTPUT_GRADIENT:

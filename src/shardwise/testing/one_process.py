@@ -140,16 +140,16 @@ def _as(dtype: torch.dtype, value: float) -> float:
 
 def run_one_process(job: Job, group_size: int) -> Run:
     """Run the training in this process."""
-    alone = OneProcess(job, group_size)
-    run = Run([], [], {}, largest_rate(alone.optimizer))
+    reference = OneProcess(job, group_size)
+    run = Run([], [], {}, largest_rate(reference.optimizer))
     for readers in job.parts:
         before = _generators()
-        alone.backward(readers)
+        reference.backward(readers)
         run.draws |= any(not torch.equal(one, other) for one, other in zip(before, _generators(), strict=True))
-        run.by_reader.append([_as(alone.dtype, loss) for loss in alone.losses])
-        run.means.append(_as(alone.dtype, sum(alone.losses) / len(readers)))
-        run.norms.append(alone.update())
-    state = alone.model.state_dict()
+        run.by_reader.append([_as(reference.dtype, loss) for loss in reference.losses])
+        run.means.append(_as(reference.dtype, sum(reference.losses) / len(readers)))
+        run.norms.append(reference.update())
+    state = reference.model.state_dict()
     run.parameters = {name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)}
     return run
 

@@ -219,17 +219,17 @@ def compare_each_with_one_process(
         shares = _share_buffers(copies) if shares_buffers else []
         reference = make(parameters(copies[0]))
         judges = [_Judge(copies, reference, side, tolerance, in_backward) for side in group]
-        alone = _Alone(copies, judges, make)
+        ignored = _IgnoredParameters(copies, judges, make)
         with checks(is_enabled=is_checked):
             for step in range(steps):
                 _one_step(judges, script, step=step)
                 if max_norm is not None:
                     _clip(judges, max_norm, step)
-                alone.step(step)
+                ignored.step(step)
                 reference.step()
                 for judge in judges:
                     judge.step(step)
-                alone.compare(reference, step)
+                ignored.compare(reference, step)
                 reference.zero_grad()
                 _spread(copies, but=group[0].inside.ignored)
                 if between is not None:
@@ -326,12 +326,12 @@ class _Judge:
             assert same_bits(expected, got), f"{where} is {got}, not {expected}"
             return
         expected, got = expected.double(), got.double()
-        apart = ((got - expected).abs().max() / expected.abs().max()).item()
-        assert apart <= self.tolerance.relative, f"{where} is {got}, not {expected}: {apart:.1e} apart"
+        difference = ((got - expected).abs().max() / expected.abs().max()).item()
+        assert difference <= self.tolerance.relative, f"{where} is {got}, not {expected}: {difference:.1e} apart"
 
     def gradients(self, total: dict[str, Tensor], where: str) -> None:
         """Check that every ``.grad`` is the right part of ``total``, or ``None`` if no reader used the parameter."""
-        apart: dict[str, float] = {}
+        difference: dict[str, float] = {}
         for shard in self.inside.shards:
             grad = shard.grad
             if self.in_backward:
@@ -347,8 +347,8 @@ class _Judge:
                 continue
             expected = shard.part_of(total[shard.name].expand(self.named[shard.name].shape))
             if not same_bits(grad, expected):
-                apart[shard.name] = (grad - expected).abs().max().item()
-        assert not apart, f"{where}: gradients are off by: {apart}"
+                difference[shard.name] = (grad - expected).abs().max().item()
+        assert not difference, f"{where}: gradients are off by: {difference}"
 
     def parameters(self, where: str) -> None:
         """Check that every parameter of this rank is the right part of the plain parameter."""
@@ -412,8 +412,8 @@ class _Judge:
         if self.tolerance is None:
             assert same_bits(got, expected), f"{where} is off by {(got - expected).abs().max()}"
         elif got.numel():
-            apart = (got.double() - expected.double()).abs().max().item()
-            assert apart <= self.tolerance.absolute, f"{where} is off by {apart:.1e}"
+            difference = (got.double() - expected.double()).abs().max().item()
+            assert difference <= self.tolerance.absolute, f"{where} is off by {difference:.1e}"
 
     def _share_of_state(self, whole: Tensor, here: Tensor, shard: Shard) -> Tensor:
         """This rank's part of a state with one value per element, per row or block, or of another shape."""
@@ -457,14 +457,14 @@ def _one_step(judges: Sequence[_Judge], script: Script, *, step: int) -> None:
         got = [run.advance() for run in mine]
         at = [judge.side.at(step, f", backward {index}") for judge in judges]
         if any(value is _END for value in got):
-            for value, place in zip([*got, expected[inside.reader[0]]], [*at, at[0]], strict=True):
-                assert value is _END, f"{place}: the script ended early"
+            for value, label in zip([*got, expected[inside.reader[0]]], [*at, at[0]], strict=True):
+                assert value is _END, f"{label}: the script ended early"
             break
-        for judge, value, place in zip(judges, got, at, strict=True):
-            judge.values(expected, value, place)
+        for judge, value, label in zip(judges, got, at, strict=True):
+            judge.values(expected, value, label)
         sums.take(is_waiting=isinstance(got[0], Waiting))
-        for judge, place in zip(judges, at, strict=True):
-            judge.gradients(sums.total, place)
+        for judge, label in zip(judges, at, strict=True):
+            judge.gradients(sums.total, label)
     for name, parameter in copies[0].named_parameters():
         if name not in inside.ignored:
             parameter.grad = sums.total.get(name)
@@ -619,7 +619,7 @@ def _share_buffers(copies: Sequence[nn.Module]) -> list[Callable[[], None]]:
     return [share(each) for each in copies]
 
 
-class _Alone:
+class _IgnoredParameters:
     """Trains and compares the ignored parameters of every copy, whose gradients are not reduced."""
 
     def __init__(self, copies: Sequence[nn.Module], judges: Sequence[_Judge], optimizer: OptimizerFactory) -> None:
@@ -637,22 +637,22 @@ class _Alone:
     def step(self, step: int) -> None:
         """Compare the gradients, and step the optimizers."""
         for side, name, expected, mine in self._each():
-            place = side.at(step, f": gradient of {name}, which is ignored")
-            assert (mine.grad is None) == (expected.grad is None), place
+            label = side.at(step, f": gradient of {name}, which is ignored")
+            assert (mine.grad is None) == (expected.grad is None), label
             if mine.grad is not None and expected.grad is not None:
-                assert same_bits(mine.grad, expected.grad), place
+                assert same_bits(mine.grad, expected.grad), label
         for each in self.optimizers:
             each.step()
 
     def compare(self, reference: torch.optim.Optimizer, step: int) -> None:
         """Compare parameters and optimizer state, after the optimizers have stepped."""
         for side, name, expected, mine in self._each():
-            place = side.at(step, f", after the optimizer: {name}, which is ignored")
-            assert same_bits(mine, expected), place
+            label = side.at(step, f", after the optimizer: {name}, which is ignored")
+            assert same_bits(mine, expected), label
             states = (self.optimizers[self.reader - 1] if self.reader else reference).state.get(expected, {})
             got = side.ours.state.get(mine, {})
-            assert states.keys() == got.keys(), f"{place}: state"
+            assert states.keys() == got.keys(), f"{label}: state"
             for key, value in states.items():
-                assert same_bits(value, got[key]), f"{place}: {key}"
+                assert same_bits(value, got[key]), f"{label}: {key}"
         for each in self.optimizers:
             each.zero_grad()

@@ -215,11 +215,11 @@ def record_one_process(
         if dtype is not None:
             model = model.to(dtype)
             job = dataclasses.replace(job, parts=tree_map(lambda leaf: _converted(leaf, dtype), job.parts))
-        alone = OneProcess(job, group_size, model)
+        reference = OneProcess(job, group_size, model)
         for readers in job.parts[:step]:
-            alone.backward(readers)
-            alone.update()
-        return _Recording(alone, plan, reader, at, capture).run(job.parts[step], step)
+            reference.backward(readers)
+            reference.update()
+        return _Recording(reference, plan, reader, at, capture).run(job.parts[step], step)
 
 
 def _converted(leaf: Any, dtype: torch.dtype) -> Any:
@@ -231,39 +231,39 @@ class _Recording:
 
     def __init__(
         self,
-        alone: OneProcess,
+        reference: OneProcess,
         plan: Record,
         reader: int,
         at: Mapping[str, tuple[int, int]],
         capture: Collection[Point],
     ) -> None:
-        floats = [p.dtype for p in alone.model.parameters() if p.is_floating_point()]
+        floats = [p.dtype for p in reference.model.parameters() if p.is_floating_point()]
         self.record = Record(at=at, eps=max((torch.finfo(dtype).eps for dtype in floats), default=0.0))
-        self._alone, self._plan, self._reader, self._at, self._capture = alone, plan, reader, at, capture
+        self._reference, self._plan, self._reader, self._at, self._capture = reference, plan, reader, at, capture
         self._tap: Tap | None = None
         self._time = self._count = 0
-        named = alone.model.named_parameters(remove_duplicate=False)
+        named = reference.model.named_parameters(remove_duplicate=False)
         self._parameters = {_point(name, GRADIENT): parameter for name, parameter in named}
         self._handles: list[Any] = []
         self._sums: dict[Point, Tensor] = {}
 
     def run(self, readers: Any, step: int) -> Record:
         record, ranges = self.record, self._plan.ranges
-        for name, buffer in _buffers(self._alone.model, step):
+        for name, buffer in _buffers(self._reference.model, step):
             self._note(_point(name, VALUE), buffer)
         for point, own in ranges.items():
             if point in self._parameters:
                 at = point._replace(kind=VALUE)
                 self._keep(at, own.part_of(self._parameters[point]))
         self._time, self._count = 1, len(readers[self._reader])
-        self._alone.backward(readers, self._begins)
+        self._reference.backward(readers, self._begins)
         for point, own in ranges.items():
             parameter = self._parameters.get(point)
             if parameter is not None and parameter.grad is not None:
                 self._keep(point, own.part_of(parameter.grad))
                 record.terms[point] = {at: term / len(readers) for at, term in record.terms[point].items()}
         for point in self._capture:
-            owner = self._alone.model.get_submodule(point.path) if point.path != LOSS else nn.Module()
+            owner = self._reference.model.get_submodule(point.path) if point.path != LOSS else nn.Module()
             record.tables[point] = [(name, p.detach()) for name, p in owner.named_parameters() if p.dim() in {1, 2}]
         return record
 
@@ -283,7 +283,9 @@ class _Recording:
             self.record.axes[part.label] = part.axis
             self.record.add(point, part.label, part.take(tensor))
         if point.kind == OUTPUT:
-            vectors = (p for p in self._alone.model.get_submodule(point.path).parameters(recurse=False) if p.dim() == 1)
+            vectors = (
+                p for p in self._reference.model.get_submodule(point.path).parameters(recurse=False) if p.dim() == 1
+            )
             found = [sketch(vector.expand(shape)).tolist() for vector in vectors if vector.shape == shape[-1:]]
             self.record.biases[point] = found
         if point in self._capture:
@@ -295,7 +297,7 @@ class _Recording:
         else:
             self._sums = {}
         if reader == self._reader and microbatch == 0:
-            self._tap = Tap(self._alone.model, self._note)
+            self._tap = Tap(self._reference.model, self._note)
             trained = [(point, p) for point, p in self._parameters.items() if p.requires_grad]
             self._handles = [p.register_hook(functools.partial(self._arrived, point)) for point, p in trained]
         elif reader == self._reader and microbatch == self._count and self._tap is not None:

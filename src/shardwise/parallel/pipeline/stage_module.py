@@ -116,11 +116,11 @@ def _is_called(module: nn.Module) -> bool:
 def _in_order_of_calls(model: nn.Module, found: list[StageModule]) -> list[StageModule]:
     for path, module in model.named_modules():
         chain, names = _BEHIND_CHAIN.get(type(module).__name__, ("", ()))
-        moved = [each for name in names for each in found if each.name == f"{path}.{name}"]
-        if moved:
-            found = [each for each in found if each not in moved]
+        members = [each for name in names for each in found if each.name == f"{path}.{name}"]
+        if members:
+            found = [each for each in found if each not in members]
             last = max(index for index, each in enumerate(found) if each.name.startswith(f"{path}.{chain}."))
-            found[last + 1 : last + 1] = moved
+            found[last + 1 : last + 1] = members
     return found
 
 

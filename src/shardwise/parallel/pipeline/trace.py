@@ -168,8 +168,8 @@ class Tracer:
         leaves, call.spec = tree_flatten(output)
         argument_of = {id(each): Argument(index) for index, each in enumerate(arguments) if not _is_constant(each)}
         with self._marks.paused():  # detached: the flow is kept, and a graph would keep the traced batch's tensors
-            kept = [leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        call.leaves = [argument_of.get(id(leaf), keep) for leaf, keep in zip(leaves, kept, strict=True)]
+            detached = [leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        call.leaves = [argument_of.get(id(leaf), meta) for leaf, meta in zip(leaves, detached, strict=True)]
         return call.make_result(arguments, lambda index, leaf: self._placeholder((number, index), leaf))
 
     def _compute_shapes(self, module: StageModule, arguments: Sequence[Any], spec: TreeSpec) -> Any:

@@ -146,11 +146,11 @@ class Schedule:
     def issued(self, rank: int, *, is_early: bool = True) -> tuple[Action, ...]:
         """The actions of a rank in the order in which it starts them, with or without early receives."""
         early = self.early(rank) if is_early else {}
-        moved = {receive for receives in early.values() for receive in receives}
+        early_receives = {receive for receives in early.values() for receive in receives}
         order: list[Action] = []
         for index, action in enumerate(self.actions[rank]):
             order += early.get(index, ())
-            order += () if action in moved else (action,)
+            order += () if action in early_receives else (action,)
         return tuple(order)
 
     def computations(self, rank: int) -> tuple[Action, ...]:

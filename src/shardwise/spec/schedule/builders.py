@@ -56,16 +56,16 @@ class PipelinePolicy:
     @property
     def virtual_stages(self) -> int:
         """Stages of each rank."""
-        usual = 2 if self.schedule in {"interleaved-1f1b", "zb-v"} else 1
-        count = usual if self.num_virtual_stages is None else self.num_virtual_stages
+        default = 2 if self.schedule in {"interleaved-1f1b", "zb-v"} else 1
+        count = default if self.num_virtual_stages is None else self.num_virtual_stages
         if self.schedule == "interleaved-1f1b":
             if count < 2:
                 raise PlanError(
                     f"schedule='interleaved-1f1b' interleaves the stages of a rank, but num_virtual_stages={count}.\n"
                     "  Set num_virtual_stages=2 or more, or use schedule='1f1b'."
                 )
-        elif count != usual:
-            has = "one stage" if usual == 1 else "two stages"
+        elif count != default:
+            has = "one stage" if default == 1 else "two stages"
             raise PlanError(
                 f"schedule={self.schedule!r} has {has} per rank, but num_virtual_stages={count}.\n"
                 "  Leave num_virtual_stages out, or use schedule='interleaved-1f1b'."

@@ -199,8 +199,8 @@ def _llama_like(
     """
 
     def says(config: Config, what: object) -> bool:
-        usual = what == "attention_bias" and config["model_type"] == "gpt_oss"
-        return bool(config.get(what, usual)) if isinstance(what, str) else bool(what)
+        default = what == "attention_bias" and config["model_type"] == "gpt_oss"
+        return bool(config.get(what, default)) if isinstance(what, str) else bool(what)
 
     def shape(config: Config, name: str) -> ModelShape:
         h, heads = config["hidden_size"], config["num_attention_heads"]

@@ -115,8 +115,8 @@ def window_order(units: Iterable[int], stages: Mapping[int, Collection[int]] = M
     In every schedule the last backward of a rank's later stage ends before that of an earlier stage. ``stages`` has,
     for each stage, the units that belong to no other stage. Other units are reduced at the end of the step.
     """
-    alone = [unit for stage in sorted(stages, reverse=True) for unit in sorted(stages[stage], reverse=True)]
-    return [*alone, *sorted(set(units).difference(alone), reverse=True)]
+    ordered = [unit for stage in sorted(stages, reverse=True) for unit in sorted(stages[stage], reverse=True)]
+    return [*ordered, *sorted(set(units).difference(ordered), reverse=True)]
 
 
 def window_trace(

@@ -302,8 +302,8 @@ def _note(
     numel: int = 0,
     messages: tuple[tuple[int, int], ...] = (),
 ) -> None:
-    place = group.group_name, _ranks_of(group), numel, messages, agent.number, dict(agent.clock), here()
-    detector.seen.collectives.append(Collective(kind, unit, *place))
+    details = group.group_name, _ranks_of(group), numel, messages, agent.number, dict(agent.clock), here()
+    detector.seen.collectives.append(Collective(kind, unit, *details))
 
 
 def _deliver_into(stream: Stream, tensors: Sequence[Tensor]) -> None:

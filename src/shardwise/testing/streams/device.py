@@ -57,8 +57,8 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         detector = active()
-        place = here(1)
-        made_at = f" of {place[0][0].rsplit('/', 1)[-1]}:{place[0][1]}" if place else ""
+        stack = here(1)
+        made_at = f" of {stack[0][0].rsplit('/', 1)[-1]}:{stack[0][1]}" if stack else ""
         self.device, self.priority = current_device(device), priority
         self.agent = detector.new_stream(f"a stream{made_at}")
         self.pending: list[Pending] = []

@@ -166,10 +166,10 @@ class _OnGpu(Watch):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         detector = self._detector
         assert isinstance(detector, _OfGpu)
-        given = tensors_in([*args, *(kwargs or {}).values()])
-        if detector.local.num_unobserved or (func.namespace == "c10d" and any(tensor.is_cuda for tensor in given)):
+        inputs = tensors_in([*args, *(kwargs or {}).values()])
+        if detector.local.num_unobserved or (func.namespace == "c10d" and any(tensor.is_cuda for tensor in inputs)):
             return func(*args, **(kwargs or {}))
-        for tensor in given:
+        for tensor in inputs:
             detector.know(tensor)
         if torch_private.schema_of(func)[0] == "aten::record_stream" and (memory := memory_of(args[0])) is not None:
             memory.recorded.add(detector.stream)
@@ -179,9 +179,9 @@ class _OnGpu(Watch):
         return made
 
     def _seen(self, schema: Any, args: Any, kwargs: Any, made: Any) -> None:
-        given, new = tensors_in([*args, *kwargs.values()]), tensors_in([made])
+        inputs, new = tensors_in([*args, *kwargs.values()]), tensors_in([made])
         is_on_device = any(tensor.is_cuda for tensor in new)
-        if not new or is_on_device == any(tensor.is_cuda for tensor in given):
+        if not new or is_on_device == any(tensor.is_cuda for tensor in inputs):
             super()._seen(schema, args, kwargs, made)
             return
         side = Side.DEVICE if is_on_device else Side.PINNED if new[0].is_pinned() else Side.HOST
