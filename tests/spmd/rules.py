@@ -188,8 +188,8 @@ def _normalize(made, *, x, weight, bias, comm):
         assert_type_like(each, x, {axis: R})
 
 
-def _linear(*, given, weight, bias, is_transposed):
-    return _product(given, weight, bias, is_transposed=is_transposed)
+def _linear(*, x, weight, bias, is_transposed):
+    return _product(x, weight, bias, is_transposed=is_transposed)
 
 
 def _add(*, output, bias):
