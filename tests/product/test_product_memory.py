@@ -146,7 +146,7 @@ class Onlooker:
         self._count = StorageCount("cpu")
 
     def watch(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-        do = ScheduleRunner.do
+        do = ScheduleRunner.execute
         self._seen.free_gradients()
         gc.collect()
         self._count.see_all_objects()
@@ -158,7 +158,7 @@ class Onlooker:
             self.held.append((action.kind, action.stage, self._count.live_bytes - base - self._apart(step)))
             self.most_in_flight = max(self.most_in_flight, len(step._saved) + len(step._store._terms))
 
-        with mock.patch.object(ScheduleRunner, "do", see), self._count:
+        with mock.patch.object(ScheduleRunner, "execute", see), self._count:
             sw.train_step(model, batch, num_microbatches=M)
         self._count.forget()
 

@@ -200,7 +200,9 @@ def _manifest(folder: Path) -> Callable[[random.Random], None]:
             file.write_bytes(changed_bytes(draw, raw))
         else:
             content = changed_value(draw, meant)
-            file.write_bytes(manifests.sealed(content) if isinstance(content, dict) else json.dumps(content).encode())
+            file.write_bytes(
+                manifests.with_checksum(content) if isinstance(content, dict) else json.dumps(content).encode()
+            )
         _load(path)
 
     return read
@@ -245,7 +247,7 @@ def _optimizer(folder: Path) -> Callable[[random.Random], None]:
             key = draw.choice(("scalars", "groups")) if part == "optimizer" else part
             held = content["data"][part] if part == "optimizer" else content["data"]
             held[key] = changed_value(draw, held[key])
-        (path / manifests.MANIFEST_NAME).write_bytes(manifests.sealed(content))
+        (path / manifests.MANIFEST_NAME).write_bytes(manifests.with_checksum(content))
         model, optimizer, average = _training(make)
         with contextlib.redirect_stderr(io.StringIO()):
             sw.load(path, model, optimizer, average=average)
@@ -290,7 +292,7 @@ def _run(folder: Path) -> Callable[[random.Random], None]:
         content = copy.deepcopy(meant)
         held, key = draw.choice(((content, "data"), (content["data"]["state"], "config")))
         held[key] = changed_value(draw, held[key])
-        (path / manifests.MANIFEST_NAME).write_bytes(manifests.sealed(content))
+        (path / manifests.MANIFEST_NAME).write_bytes(manifests.with_checksum(content))
         trained = find_model(path)
         trained.read_template()
         trained.tokenizer()

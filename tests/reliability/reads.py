@@ -92,7 +92,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     file = path / manifests.MANIFEST_NAME
     content = json.loads(file.read_bytes())
     change(content)
-    file.write_bytes(manifests.sealed(content))
+    file.write_bytes(manifests.with_checksum(content))
 
 
 @scenario(

@@ -38,7 +38,7 @@ def train(plan, what):
     sw.parallelize(model, plan)
     sw.train_step(model, batch(), num_microbatches=4)
     if what == "dies":
-        ScheduleRunner.do = dies_before_its_second_backward(ScheduleRunner.do)
+        ScheduleRunner.execute = dies_before_its_second_backward(ScheduleRunner.execute)
     seq = SEQ - 1 if what == "another batch" else SEQ
     sw.train_step(model, batch(seq), num_microbatches=4)
 

@@ -160,7 +160,7 @@ def watch(options: dict[str, Any], tied: bool = False, kinds: Collection[str] = 
         with contextlib.ExitStack() as stack:
             if step == 2:
                 events = stack.enter_context(sw.record_collectives(model))
-                stack.enter_context(note(ScheduleRunner, "do", str))
+                stack.enter_context(note(ScheduleRunner, "execute", str))
                 stack.enter_context(note(Engine, "pre_backward", lambda _call, unit: f"enter {unit.name}"))
             sw.train_step(model, batch(), num_microbatches=M)
     return [
