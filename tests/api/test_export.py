@@ -123,6 +123,7 @@ def test_weights_are_cast_and_all_ranks_hear_of_what_was_refused(tmp_path: Path)
     sw.export(tmp_path / "half", model, dtype="bf16")
     _check_peak(tmp_path / "whole", model)
     assert "exists" in refusal(ConfigError, sw.export, tmp_path / "half", model)
+    assert "cannot be written as int8" in refusal(ConfigError, sw.export, tmp_path / "int8", model, dtype="int8")
     before, os.pwrite = os.pwrite, _full
     text = refusal(StorageError, sw.export, tmp_path / "full", model)
     os.pwrite = before

@@ -274,6 +274,8 @@ def test_sequences_and_vocabularies_must_fit_the_model(tmp_path: Path) -> None:
 
 def test_a_hugging_face_folder_is_checked_without_loading_it(tmp_path: Path) -> None:
     assert "no readable" in mistakes(tmp_path, GOOD, f"model.hf={tmp_path}/none")
+    text = mistakes(tmp_path, GOOD, "model.hf=none")
+    assert f"no readable none/config.json in the current folder, {Path.cwd()}" in text
     (tmp_path / "config.json").write_text('{"vocab_size": 300, "auto_map": {"AutoModel": "evil.Model"}}')
     assert "code of its own, which is never run" in mistakes(tmp_path, GOOD, f"model.hf={tmp_path}")
     (tmp_path / "config.json").write_text('{"vocab_size": 300, "n_positions": 32}')

@@ -96,8 +96,9 @@ def _read(folder: Path) -> dict[str, Any]:
     try:
         config = read_json(path)
     except OSError:
+        where = "" if path.is_absolute() else f" in the current folder, {Path.cwd()}"
         raise NotTrainedError(
-            f"no readable {path}; name a folder with a Hugging Face model ({how_to_fetch(str(folder))})"
+            f"no readable {path}{where}; name a folder with a Hugging Face model ({how_to_fetch(str(folder))})"
         ) from None
     except ValueError as error:
         raise NotTrainedError(f"{path} is not JSON: {error}") from None
