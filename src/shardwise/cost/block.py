@@ -56,17 +56,17 @@ class Rank:
         return self.workload.micro_batch * self.seq_len / self.degrees.cp
 
     @property
-    def stream(self) -> float:
+    def stream_numel(self) -> float:
         """Elements of the residual stream, ``n h``."""
         return self.tokens * self.shape.hidden
 
     @property
-    def between(self) -> float:
+    def local_stream_numel(self) -> float:
         """Elements of the residual stream between the layers that ``tp`` divides."""
-        return self.stream / (self.degrees.tp if self.degrees.divides_sequence else 1)
+        return self.stream_numel / (self.degrees.tp if self.degrees.divides_sequence else 1)
 
     @property
-    def item(self) -> int:
+    def itemsize(self) -> int:
         """Bytes of an element of an activation."""
         return item_bytes(self.workload)
 
@@ -78,13 +78,13 @@ class Rank:
     @property
     def arithmetic(self) -> Arithmetic:
         """The form in which parts are computed."""
-        return Arithmetic(self.item, is_fused=self.workload.compile, trains=self.trains)
+        return Arithmetic(self.itemsize, is_fused=self.workload.compile, trains=self.trains)
 
     def exchanges(self, num_pairs: int) -> list[Exchange]:
         """The exchanges of ``num_pairs`` pairs of layers that ``tp`` divides by columns and then by rows."""
         if self.degrees.tp == 1:
             return []
-        moved = self.item * self.stream
+        moved = self.itemsize * self.stream_numel
         if self.degrees.divides_sequence:
             pair = [Exchange(kind, "tp", moved, moved) for kind in ("all_gather", "reduce_scatter")]
         else:
@@ -109,7 +109,7 @@ class _Count:
     inner: float = 0.0
 
     def unit(self, first_len: int) -> UnitWork:
-        rank, block, e = self.rank, self.block, self.rank.item
+        rank, block, e = self.rank, self.block, self.rank.itemsize
         num_layers = 2 + (block.cross is not None)
         self.exchanges += rank.exchanges(num_layers)
         self._attend(block.attention, rank.seq_len)
@@ -119,7 +119,7 @@ class _Count:
         self._feed_forward()
         adapted = list(self._adapters()) if rank.workload.lora_rank else []
         adapters = int(sum(p.inner * p.columns * p.count for p in adapted))
-        regathered = e * num_layers * (rank.stream - rank.between)
+        regathered = e * num_layers * (rank.stream_numel - rank.local_stream_numel)
         if regathered:
             self.parts.append(Part("gathered inputs", 0.0, 0.0, regathered, 0))
         experts, base = self._expert_parameters(), self._shared_parameters()
@@ -137,10 +137,10 @@ class _Count:
             products=(*self.products, *adapted),
             attention=tuple(self.attention),
             parts=tuple(self.parts),
-            stream_bytes=e * rank.between,
+            stream_bytes=e * rank.local_stream_numel,
             inner_bytes=self.inner,
-            selective_bytes=e * rank.between + outputs + attended,
-            input_bytes=e * rank.between,
+            selective_bytes=e * rank.local_stream_numel + outputs + attended,
+            input_bytes=e * rank.local_stream_numel,
             scores_bytes=self.scores,
             regathered_bytes=regathered,
             exchanges=tuple(self.exchanges),
@@ -155,15 +155,15 @@ class _Count:
     def _add_stream(self, num_layers: int) -> None:
         """Add the work on the residual stream: norms, dropouts, additions."""
         rank, block, arithmetic = self.rank, self.block, self.rank.arithmetic
-        hidden = rank.shape.hidden
-        last = arithmetic.norm(block.norm, rank.between, hidden, keeps_output=False)
-        self.parts += [arithmetic.norm(block.norm, rank.between, hidden)] * (block.num_norms - block.num_last_norms)
+        hidden, numel = rank.shape.hidden, rank.local_stream_numel
+        last = arithmetic.norm(block.norm, numel, hidden, keeps_output=False)
+        self.parts += [arithmetic.norm(block.norm, numel, hidden)] * (block.num_norms - block.num_last_norms)
         self.parts += [last] * block.num_last_norms
         if block.is_parallel:  # both norms save the same input
-            self.parts.append(Part("one input", 0.0, 0.0, -rank.item * rank.between, 0))
-        self.parts += [arithmetic.residual(rank.between)] * num_layers
+            self.parts.append(Part("one input", 0.0, 0.0, -rank.itemsize * numel, 0))
+        self.parts += [arithmetic.residual(numel)] * num_layers
         if block.has_dropout:
-            self.parts += [arithmetic.dropout(rank.between)] * num_layers
+            self.parts += [arithmetic.dropout(numel)] * num_layers
 
     # -- attention
 
@@ -179,7 +179,7 @@ class _Count:
             self._attend_plain(layer, key_len)
 
     def _attend_plain(self, layer: Attention, key_len: int) -> None:
-        rank, arithmetic, e = self.rank, self.rank.arithmetic, self.rank.item
+        rank, arithmetic, e = self.rank, self.rank.arithmetic, self.rank.itemsize
         hidden, q, kv = rank.shape.hidden, layer.q_width / rank.degrees.tp, self._kv_width(layer)
         tokens, key_tokens = rank.tokens, rank.tokens * key_len / rank.seq_len
         if layer.is_fused:
@@ -232,22 +232,24 @@ class _Count:
         self.attention.append(AttentionWork(tokens, key_len, (q + values) / 2, layer.heads, layer.is_causal))
         self.parts.append(arithmetic.rotary(tokens * 2 * q, layer.rotary_share, joins=True))
         self.parts.append(arithmetic.attention(tokens * q, tokens * values, tokens * layer.heads))
-        copied, narrow = rank.item * tokens * values, layer.heads * (layer.head_dim - latent.rotary_dim)
+        copied, narrow = rank.itemsize * tokens * values, layer.heads * (layer.head_dim - latent.rotary_dim)
         self.parts.append(Part("output copy", 2 * copied, 2 * copied, copied, 1))
-        self.parts.append(Part("fused input", 0.0, 0.0, rank.item * tokens * narrow, 0))  # keys in the values' memory
+        narrow_bytes = rank.itemsize * tokens * narrow  # keys in the values' memory
+        self.parts.append(Part("fused input", 0.0, 0.0, narrow_bytes, 0))
 
     def _input_gradients(self, layer: Attention, outputs: float) -> Part:
         """Element-wise work of the projections' backward: gradients of biases, and sums of input gradients."""
         rank, arithmetic = self.rank, self.rank.arithmetic
-        moved = arithmetic.split(outputs) if layer.is_fused else arithmetic.gradient_sums(rank.stream, num_products=3)
-        biases = arithmetic.biases(outputs * layer.has_qkv_bias + rank.stream * layer.has_out_bias)
+        separate = arithmetic.gradient_sums(rank.stream_numel, num_products=3)
+        moved = arithmetic.split(outputs) if layer.is_fused else separate
+        biases = arithmetic.biases(outputs * layer.has_qkv_bias + rank.stream_numel * layer.has_out_bias)
         return Part("gradients", 0.0, moved.backward_bytes + rank.trains * biases.backward_bytes, 0.0, 0)
 
     # -- feed-forward
 
     def _feed_forward(self) -> None:
         rank, forward = self.rank, self.block.feed_forward
-        tokens, hidden, e = rank.tokens, rank.shape.hidden, rank.item
+        tokens, hidden, e = rank.tokens, rank.shape.hidden, rank.itemsize
         if isinstance(forward, Mlp):
             self._mlp(forward, tokens, 1)
             return
@@ -259,12 +261,12 @@ class _Count:
         if forward.shared is not None:
             if forward.has_shared_gate:
                 self._product(tokens, hidden, 1)
-                gate_bytes = e * rank.stream
+                gate_bytes = e * rank.stream_numel
                 self.parts.append(Part("shared gate", 2 * gate_bytes, 4 * gate_bytes, gate_bytes, 2))
             self._mlp(forward.shared, tokens, 1)
-            self.parts.append(rank.arithmetic.residual(rank.stream))
+            self.parts.append(rank.arithmetic.residual(rank.stream_numel))
         if rank.degrees.ep > 1:
-            moved = e * rank.stream * forward.per_token
+            moved = e * rank.stream_numel * forward.per_token
             self.exchanges += [Exchange("all_to_all", "ep", moved, moved)] * 2
 
     def _mlp(self, mlp: Mlp, rows: float, count: int) -> None:
@@ -277,7 +279,7 @@ class _Count:
             self._product(rows, hidden, inner * parts, count, is_batched=is_batched, parts=parts)
         self._product(rows, inner, hidden, count, is_batched=is_batched)
         numel = rows * count * inner
-        self.inner += rank.item * numel * (1 + mlp.is_gated)
+        self.inner += rank.itemsize * numel * (1 + mlp.is_gated)
         self.parts.append((arithmetic.gated if mlp.is_gated else arithmetic.activation)(mlp.activation, numel))
         if mlp.has_dropout:
             self.parts.append(arithmetic.dropout(numel, keeps_output=not mlp.is_gated))

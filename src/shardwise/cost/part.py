@@ -68,12 +68,12 @@ class Arithmetic:
     """The form in which parts are computed.
 
     Attributes:
-        item: Bytes of an element of an activation.
+        itemsize: Bytes of an element of an activation.
         is_fused: Each part is one kernel, as in a compiled model.
         trains: Weights of norms are trained, so that backward needs the tensors that they scale.
     """
 
-    item: int
+    itemsize: int
     is_fused: bool = False
     trains: bool = True
 
@@ -86,7 +86,7 @@ class Arithmetic:
             width: Elements of a row.
             keeps_output: The output is saved, because a product reads it.
         """
-        e, rows, output = self.item, numel / width, self.item * keeps_output
+        e, rows, output = self.itemsize, numel / width, self.itemsize * keeps_output
         if kind == "layer" or self.is_fused:
             row = 8 if kind == "layer" else 4
             return Part("norm", 2 * e * numel, 3 * e * numel, (e + output) * numel + row * rows, 1)
@@ -109,7 +109,7 @@ class Arithmetic:
 
     def rotary(self, numel: float, share: float = 1.0, *, joins: bool = False) -> Part:
         """Rotation of queries and keys with ``numel`` elements; see ``spec.shape.Attention`` for the other two."""
-        e = self.item
+        e = self.itemsize
         if self.is_fused:
             return Part("rotary", 2 * e * numel, 2 * e * numel, 0.0, 1)
         if not joins:
@@ -118,7 +118,7 @@ class Arithmetic:
 
     def activation(self, kind: str, numel: float) -> Part:
         """The activation of a feed-forward that is not gated, with ``numel`` inner elements."""
-        e = self.item
+        e = self.itemsize
         if kind == "relu":
             return Part(kind, 2 * e * numel, 3 * e * numel, e * numel, 1)
         if kind == "gelu_new" and not self.is_fused:
@@ -127,7 +127,7 @@ class Arithmetic:
 
     def gated(self, kind: str, numel: float) -> Part:
         """The activation of a gated feed-forward and its product with the second up projection."""
-        e = self.item
+        e = self.itemsize
         if self.is_fused:
             return Part("gated", 3 * e * numel, 5 * e * numel, 3 * e * numel, 1)
         if kind == "clamped":  # gpt-oss: both halves are clamped, and the sigmoid is a separate operation
@@ -143,32 +143,32 @@ class Arithmetic:
 
     def dropout(self, numel: float, *, keeps_output: bool = False) -> Part:
         """Dropout, whose mask is saved; ``keeps_output``: a product reads the output, which is saved too."""
-        step = (2 * self.item + 1) * numel
-        return Part("dropout", step, step, (1 + self.item * keeps_output) * numel, 1)
+        step = (2 * self.itemsize + 1) * numel
+        return Part("dropout", step, step, (1 + self.itemsize * keeps_output) * numel, 1)
 
     def residual(self, numel: float) -> Part:
         """The addition to the residual stream, and of two gradients in backward."""
-        moved = (1 if self.is_fused else 3) * self.item * numel
+        moved = (1 if self.is_fused else 3) * self.itemsize * numel
         return Part("residual", moved, moved, 0.0, 0 if self.is_fused else 1)
 
     def gradient_sums(self, numel: float, *, num_products: int) -> Part:
         """The sum, in backward, of the gradients of an input that several products read."""
-        return Part("sums of gradients", 0.0, 3 * self.item * (num_products - 1) * numel, 0.0, 0)
+        return Part("sums of gradients", 0.0, 3 * self.itemsize * (num_products - 1) * numel, 0.0, 0)
 
     def biases(self, numel: float) -> Part:
         """The gradients of the biases of products with ``numel`` outputs."""
-        return Part("biases", 0.0, self.item * numel, 0.0, 0)
+        return Part("biases", 0.0, self.itemsize * numel, 0.0, 0)
 
     def split(self, numel: float) -> Part:
         """The concatenation, in backward, of the gradients of one output's parts."""
-        return Part("split", 0.0, 2 * self.item * numel, 0.0, 0)
+        return Part("split", 0.0, 2 * self.itemsize * numel, 0.0, 0)
 
     def attention(self, q_numel: float, kv_numel: float, rows: float) -> Part:
         """The tensors that fused attention saves: queries, keys, values, output, and a number for each row of a head.
 
         Queries and output have ``q_numel`` elements each, keys and values ``kv_numel``; ``rows`` is queries x heads.
         """
-        return Part("attention", 0.0, 0.0, self.item * (2 * q_numel + 2 * kv_numel) + 4 * rows, 1)
+        return Part("attention", 0.0, 0.0, self.itemsize * (2 * q_numel + 2 * kv_numel) + 4 * rows, 1)
 
     def plain_attention(self, kind: str, q_numel: float, kv_numel: float, pairs: float) -> Part:
         """Attention without a fused kernel in transformers, because scores are capped or there are attention sinks.
@@ -179,7 +179,7 @@ class Arithmetic:
             kv_numel: Elements of the keys, and of the values.
             pairs: Number of scores.
         """
-        e, copies = self.item, 2 * (q_numel + kv_numel) + 4 * q_numel
+        e, copies = self.itemsize, 2 * (q_numel + kv_numel) + 4 * q_numel
         wide = 0 if e == 4 else 2 * (4 + e)
         forward, saved, kernels = (12 * e + wide + 8, 2 * e + 4, 12) if kind == "capped" else (11 * e, e, 10)
         return Part(
@@ -192,4 +192,4 @@ class Arithmetic:
 
     def scores(self, pairs: float, *, drops: bool) -> float:
         """Additional saved bytes without a fused kernel: Korthikanti's ``5 a s² b`` with dropout."""
-        return pairs * (self.item + (1 + self.item if drops else 0))
+        return pairs * (self.itemsize + (1 + self.itemsize if drops else 0))

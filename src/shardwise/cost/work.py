@@ -81,12 +81,12 @@ def _model_work(shape: ModelShape, degrees: Degrees, workload: Workload) -> tupl
 def _encoder_bytes(rank: Rank, unit: UnitWork, length: int) -> float:
     """Saved bytes of an encoder's last norm, of its output, and of the tables of positions of encoder and decoder."""
     tables = unit.attention[0].heads * (rank.seq_len**2 + length * (length + rank.seq_len))
-    output = rank.item * ((1 + rank.shape.has_dropout) * rank.stream + tables)
-    return rank.arithmetic.norm(rank.shape.norm, rank.stream, rank.shape.hidden).saved_bytes + output
+    output = rank.itemsize * ((1 + rank.shape.has_dropout) * rank.stream_numel + tables)
+    return rank.arithmetic.norm(rank.shape.norm, rank.stream_numel, rank.shape.hidden).saved_bytes + output
 
 
 def _embedding(rank: Rank) -> UnitWork:
-    shape, e, t = rank.shape, rank.item, rank.degrees.tp
+    shape, e, t = rank.shape, rank.itemsize, rank.degrees.tp
     products: tuple[Product, ...] = ()
     table = 0 if shape.patch_numel else shape.vocab * shape.hidden
     if shape.patch_numel:
@@ -96,14 +96,14 @@ def _embedding(rank: Rank) -> UnitWork:
     if not shape.is_pooled:
         numel += math.ceil(shape.vocab / t) * shape.hidden
     grads = (4 if e == 4 else 2) * table / t if rank.trains else 0.0
-    parts = [Part("lookup", 2 * e * rank.stream, 2 * e * rank.stream + grads, 0.0, 1)]
+    parts = [Part("lookup", 2 * e * rank.stream_numel, 2 * e * rank.stream_numel + grads, 0.0, 1)]
     if products and e == 2:  # the product reads a cast copy of the images
         parts.append(Part("images", 0.0, 0.0, e * products[0].rows * shape.patch_numel, 0))
     if shape.has_norm_before:
-        parts.append(rank.arithmetic.norm("layer", rank.between, shape.hidden))
+        parts.append(rank.arithmetic.norm("layer", rank.local_stream_numel, shape.hidden))
     if shape.has_dropout:
-        parts.append(rank.arithmetic.dropout(rank.between))
-    exchanges = (Exchange("all_reduce", "tp", e * rank.stream, 0.0),) if t > 1 and table else ()
+        parts.append(rank.arithmetic.dropout(rank.local_stream_numel))
+    exchanges = (Exchange("all_reduce", "tp", e * rank.stream_numel, 0.0),) if t > 1 and table else ()
     return UnitWork(
         name="embedding",
         count=1,
@@ -111,7 +111,7 @@ def _embedding(rank: Rank) -> UnitWork:
         num_trained=numel if rank.trains else 0,
         products=products,
         parts=tuple(parts),
-        stream_bytes=e * rank.between,
+        stream_bytes=e * rank.local_stream_numel,
         selective_bytes=sum(part.saved_bytes for part in parts),
         input_bytes=sum(part.saved_bytes for part in parts),
         exchanges=exchanges,
@@ -119,12 +119,12 @@ def _embedding(rank: Rank) -> UnitWork:
 
 
 def _head(rank: Rank) -> UnitWork:
-    shape, e, t = rank.shape, rank.item, rank.degrees.tp
+    shape, e, t = rank.shape, rank.itemsize, rank.degrees.tp
     rows = rank.workload.micro_batch if shape.is_pooled else rank.tokens
     products = []
     parts = []
     if shape.norm:
-        parts.append(rank.arithmetic.norm(shape.norm, rank.between, shape.hidden))
+        parts.append(rank.arithmetic.norm(shape.norm, rank.local_stream_numel, shape.hidden))
     if shape.head_dense:
         products.append(Product(rows, shape.hidden, shape.head_dense, is_trained=rank.trains))
         parts.append(rank.arithmetic.activation("gelu", rows * shape.head_dense))
@@ -143,11 +143,11 @@ def _head(rank: Rank) -> UnitWork:
         num_trained=numel if rank.trains else 0,
         products=tuple(products),
         parts=tuple(parts),
-        stream_bytes=e * rank.between,
+        stream_bytes=e * rank.local_stream_numel,
         inner_bytes=e * logits,
         selective_bytes=saved,
         input_bytes=saved,
-        exchanges=(Exchange("all_reduce", "tp", 0.0, e * rank.stream),) if t > 1 and shape.vocab else (),
+        exchanges=(Exchange("all_reduce", "tp", 0.0, e * rank.stream_numel),) if t > 1 and shape.vocab else (),
     )
 
 

@@ -42,7 +42,7 @@ class Stack(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A bar in a lane from ``start`` to ``stop``; ``fill`` is the number of its colour."""
+    """A bar in a row from ``start`` to ``stop``; ``fill`` is the number of its colour."""
 
     row: str
     start: float
@@ -155,7 +155,7 @@ def column_chart(
 
 
 def gantt_chart(names: Mapping[str, str], bars: Sequence[Bar], *, unit: tuple[float, str], width: float) -> Chart:
-    """Make a chart of time from left to right in ``unit`` (size and name), with a lane for each of ``names``, by key.
+    """Make a chart of time from left to right in ``unit`` (size and name), with a row for each of ``names``, by key.
 
     ``width`` is in pixels; labels are shown if they fit.
     """

@@ -77,7 +77,7 @@ def memory_timeline(
 
 
 def streams(spans: Sequence[Span], waits: Mapping[str, float] | None = None, note: str = "") -> Figure | None:
-    """Make a figure with a lane for each stream, and each stream's busy time; ``None`` without spans.
+    """Make a figure with a row for each stream, and each stream's busy time; ``None`` without spans.
 
     ``waits`` are seconds in which computation waits, by cause; ``note`` is a sentence about the spans.
     """
@@ -97,11 +97,11 @@ def streams(spans: Sequence[Span], waits: Mapping[str, float] | None = None, not
                 bars[-1] = bars[-1]._replace(stop=max(stop, bars[-1].stop), text=f"{word}: several")
             else:
                 bars.append(Bar(name, start, stop, span.label, fill, f"{word} {span.label}: {seconds(stop - start)}"))
-    lanes = {name: word for name, (word, _) in titles.items()}
+    rows_by_stream = {name: word for name, (word, _) in titles.items()}
     times = [(titles[name][0], _busy_s(active)) for name, active in by_stream.items()]
     times += [(f"computation waits: {name}", wait_s) for name, wait_s in (waits or {}).items() if wait_s > 0]
     rows = [(name, seconds(time_s), f"{time_s / total_s:.1%}") for name, time_s in times]
-    chart = gantt_chart(lanes, bars, unit=unit_of(total_s, seconds), width=width)
+    chart = gantt_chart(rows_by_stream, bars, unit=unit_of(total_s, seconds), width=width)
     return {"chart": chart, "legend": list(titles.values()), "whole_s": total_s, "rows": rows, "note": note}
 
 
