@@ -56,10 +56,10 @@ def test_what_is_saved_is_what_was_and_failures_reach_all_ranks(tmp_path, monkey
         rank = Rank(comm, tmp_path)
         try:
             rank.good = rank.begin(10).finish()["good"]
-            told = [str(rank.refused(rank.begin(step))) for step in (20, 30, 40)]
+            errors = [str(rank.refused(rank.begin(step))) for step in (20, 30, 40)]
             for step in (50, 60):
                 rank.good = rank.begin(step).finish()["good"]
-            return told
+            return errors
         finally:
             rank.background.close()
 
@@ -87,12 +87,12 @@ def save_while_training(folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    def held() -> list[torch.Tensor]:
+    def tensors() -> list[torch.Tensor]:
         states = [state["exp_avg"] for state in optimizer.state.values()]
         return [each.detach().clone() for each in (*model.parameters(), *states)]
 
     step()
-    before = held()
+    before = tensors()
     sw.save_async(folder / "step-00000001", model, optimizer, keep=2)
     step()
     sw.save_async(folder / "step-00000002", model, optimizer, keep=2)  # waits for the one before
@@ -102,7 +102,7 @@ def save_while_training(folder: Path) -> None:
     sw.finish_save(model)
     sw.finish_save(model)
     sw.load(folder / "step-00000001", model, optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(before, held(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors(), strict=True))
     with pytest.raises(CheckpointError, match="exists"):
         sw.save_async(folder / "step-00000002", model, optimizer)
 

@@ -283,10 +283,10 @@ def test_lengths_whose_sum_wraps_around_are_refused(saved):
     """In 64 bits 32 pieces of 2**59 elements are none."""
 
     def change(content):
-        held = content["partitions"]
-        held["num_rows"][0] += 32
-        held["rank"] = [0] * 32 + held["rank"]
-        held["length"] = [2**59] * 32 + held["length"]
+        partitions = content["partitions"]
+        partitions["num_rows"][0] += 32
+        partitions["rank"] = [0] * 32 + partitions["rank"]
+        partitions["length"] = [2**59] * 32 + partitions["length"]
 
     rewrite(saved, change)
     assert "layer.weight: its pieces have too many elements" in manifest_error(saved)

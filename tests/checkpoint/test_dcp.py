@@ -158,8 +158,8 @@ def there_and_back(folder: Path) -> dict[str, list[float]]:
         losses[strategy] = steps(model, optimizer, range(2, 4))
     halves = list(model.parameters())
     other = torch.optim.AdamW([{"params": halves[:6]}, {"params": halves[6:]}])
-    told = refusal(CheckpointError, sw.load, folder / "imported", model, other)
-    assert "are in one parameter group of the optimizer, and were in different ones" in told
+    message = refusal(CheckpointError, sw.load, folder / "imported", model, other)
+    assert "are in one parameter group of the optimizer, and were in different ones" in message
     sw.save(folder / "ours", model, optimizer)
     losses["zero3"] += steps(model, optimizer, range(4, 5))
     with first_rank_does() as is_first:
@@ -201,8 +201,8 @@ def content(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def test_every_form_of_the_folder_gives_the_same_checkpoint(trained, tmp_path: Path) -> None:
     folder, _ = trained
-    told = import_dcp(folder / "titan", tmp_path / "titan", max_file_bytes=500)
-    assert (told.optimizer, told.step, told.left_out) == ("AdamW", 2, ["at"])
+    result = import_dcp(folder / "titan", tmp_path / "titan", max_file_bytes=500)
+    assert (result.optimizer, result.step, result.left_out) == ("AdamW", 2, ["at"])
     (first, data), (second, titan) = content(folder / "imported"), content(tmp_path / "titan")
     assert open_checkpoint(tmp_path / "titan").world_size > 2
     assert first.keys() == second.keys()
@@ -212,8 +212,8 @@ def test_every_form_of_the_folder_gives_the_same_checkpoint(trained, tmp_path: P
     assert third.keys() == first.keys()
     assert all(torch.allclose(value, third[name], rtol=1e-5, atol=1e-7) for name, value in first.items())
     three = [
-        {frozenset(names): group for names, group in zip(held["members"], held["groups"], strict=True)}
-        for held in (data["optimizer"], titan["optimizer"], fsdp1["optimizer"])
+        {frozenset(names): group for names, group in zip(state["members"], state["groups"], strict=True)}
+        for state in (data["optimizer"], titan["optimizer"], fsdp1["optimizer"])
     ]
     assert three[0] == three[1] == three[2]
 
@@ -241,14 +241,14 @@ def test_what_the_folder_does_not_say_is_asked_for(trained, tmp_path: Path) -> N
 def test_the_verbs(trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = trained
     assert run(["checkpoint", "import", str(folder / "fsdp2"), str(tmp_path / "in")]) == 2
-    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "executes code: its .metadata is a pickle" in told
+    message = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "executes code: its .metadata is a pickle" in message
     assert run(["checkpoint", "import", str(folder / "fsdp2"), str(tmp_path / "in"), "--trust"]) == 0
     assert run(["checkpoint", "verify", str(tmp_path / "in")]) == 0
     assert run(["checkpoint", "export", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
     assert "AdamW state of step 2" in capsys.readouterr().out
-    told = import_dcp(tmp_path / "out", tmp_path / "again", dtype="fp64")
-    assert told.left_out == []
+    result = import_dcp(tmp_path / "out", tmp_path / "again", dtype="fp64")
+    assert result.left_out == []
     first, again = content(tmp_path / "in")[0], content(tmp_path / "again")[0]
     assert first.keys() == again.keys()
     assert all(torch.equal(value, again[name].float()) for name, value in first.items())

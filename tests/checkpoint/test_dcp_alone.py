@@ -34,17 +34,17 @@ def test_names_are_those_of_the_plain_model_wherever_the_state_dicts_are(tmp_pat
     assert (found.num_tensors, found.optimizer, found.left_out) == (2, "SGD", [])
     checkpoint = open_checkpoint(tmp_path / "in")
     assert set(checkpoint.tensors) == {"block.weight", "count", "optimizer/block.weight/momentum_buffer"}
-    held = checkpoint.data["optimizer"]
-    assert held["groups"] == [{**SGD, "lr": 0.5}]
-    assert held["members"] == [["block.weight"]]
+    optimizer = checkpoint.data["optimizer"]
+    assert optimizer["groups"] == [{**SGD, "lr": 0.5}]
+    assert optimizer["members"] == [["block.weight"]]
     assert str(checkpoint.data["state"]) == "{'steps': {'done': 9, 'losses': [0.5, nan]}}"
 
 
 def test_a_class_of_optimizer_that_the_state_does_not_tell_is_asked_for(tmp_path: Path) -> None:
     folder = save(tmp_path / "dcp", lr=0.1, ns_steps=5)
-    told = refusal(CheckpointError, import_dcp, folder, tmp_path / "in")
-    assert "which optimizer has this state (momentum_buffer)" in told
-    assert "--optimizer-class" in told
+    message = refusal(CheckpointError, import_dcp, folder, tmp_path / "in")
+    assert "which optimizer has this state (momentum_buffer)" in message
+    assert "--optimizer-class" in message
     assert import_dcp(folder, tmp_path / "in", optimizer_class="Muon").optimizer == "Muon"
 
 

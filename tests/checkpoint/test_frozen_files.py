@@ -59,23 +59,23 @@ def frozen_files(path: Path) -> dict[str, os.stat_result]:
 @pytest.mark.parametrize("plan", [{"strategy": "zero3"}, {"strategy": "ddp"}, {"pp": 2}])
 def test_later_checkpoints_link_to_what_the_first_has_written(tmp_path: Path, plan: dict[str, Any]) -> None:
     run_on_ranks(save, 2, tmp_path, [1, 2, 3], plan)
-    kept = [tmp_path / f"step-{step:08d}" for step in (2, 3)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [path.name for path in kept]
-    before, after = map(frozen_files, kept)
+    remaining = [tmp_path / f"step-{step:08d}" for step in (2, 3)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [path.name for path in remaining]
+    before, after = map(frozen_files, remaining)
     assert before.keys() == after.keys()
     assert len(after) == 2
     for name, status in after.items():
         assert (status.st_ino, status.st_nlink) == (before[name].st_ino, 2)  # that of the removed step is gone
     assert sum(status.st_size for status in after.values()) > 4 * 4 * 32 * 32
-    shutil.rmtree(kept[0])
+    shutil.rmtree(remaining[0])
     plain = build().state_dict()
     for world in (1, 3):
         whole = run_on_ranks(load, world, tmp_path, {})[0]
         frozen = [name for name in plain if ".base." in name]
         assert all(torch.equal(whole[name], plain[name]) for name in frozen)
         assert not torch.equal(whole["0.up.weight"], plain["0.up.weight"])
-    assert main(["checkpoint", "verify", str(kept[1])]) == 0
-    copied = shutil.copytree(kept[1], tmp_path / "elsewhere" / kept[1].name)
+    assert main(["checkpoint", "verify", str(remaining[1])]) == 0
+    copied = shutil.copytree(remaining[1], tmp_path / "elsewhere" / remaining[1].name)
     open_checkpoint(copied).verify()
 
 

@@ -44,11 +44,11 @@ def extents(world: int) -> dict[int, list[Extent]]:
 
 def save(path, world: int):
     """Save on ``world`` ranks; returns the bytes that each received, and the most that a rank had to say."""
-    held = extents(world)
+    owned = extents(world)
     received = [0] * world
 
     def body(comm):
-        pieces = [(extent, torch.full((extent.numel,), float(comm.rank))) for extent in held[comm.rank]]
+        pieces = [(extent, torch.full((extent.numel,), float(comm.rank))) for extent in owned[comm.rank]]
         write(path, comm, pieces, {"state": {"step": 1}}, step=1, run_id="r")
         received[comm.rank] = comm.received_bytes
 
@@ -68,7 +68,7 @@ def test_at_1024_ranks_only_rank_0_receives_and_the_manifest_stays_small(tmp_pat
     assert max(many[1:]) <= max(few[1:]) + 100
     assert 100_000 < many[0] < 1_000_000
     size = (tmp_path / "many" / MANIFEST_NAME).stat().st_size
-    num_pieces = sum(len(held) for held in extents(1024).values())
+    num_pieces = sum(len(owned) for owned in extents(1024).values())
     assert num_pieces > 9_000
     per_file = size / 1024
     assert per_file < 100  # size and hash of each file, and 60 tensors in all
@@ -78,22 +78,22 @@ def test_at_1024_ranks_only_rank_0_receives_and_the_manifest_stays_small(tmp_pat
     found.read_into(targets, ignored=found.tensors)
     by_rank = extents(1024)
     for extent, target in targets[:15]:
-        for rank, held in by_rank.items():
-            for theirs in held:
+        for rank, owned in by_rank.items():
+            for theirs in owned:
                 if theirs.name == extent.name:
                     start, stop = theirs.overlap(extent)
                     assert bool((target[start - extent.start : stop - extent.start] == rank).all())
 
 
-def combined(held: dict[int, list[Extent]]) -> Table:
-    found = Combined((rank, encode_ranges(extents)) for rank, extents in held.items())
+def combined(owned: dict[int, list[Extent]]) -> Table:
+    found = Combined((rank, encode_ranges(extents)) for rank, extents in owned.items())
     assert found.problems == []
     return found.table
 
 
-def pieces_of(held: dict[int, list[Extent]]) -> list[list[int]]:
+def pieces_of(owned: dict[int, list[Extent]]) -> list[list[int]]:
     """The rows of one tensor: rank, start and stop; of a run also its count and the difference of ranks."""
-    rows = combined(held).partitions
+    rows = combined(owned).partitions
     return [
         [rank, start, start + length, *([count, step] if count > 1 else [])]
         for rank, start, length, count, step in np.stack(
@@ -125,11 +125,11 @@ def test_equal_pieces_of_ranks_at_equal_distances_are_one_run():
 def test_a_run_is_the_pieces_that_it_stands_for():
     marks = [0, 12, 25, 38, 51, 64]
     ranks = [1, 3, 5, 7, 9]
-    held = {
+    owned = {
         rank: [Extent("w", (64,), "fp32", *pair)] for rank, pair in zip(ranks, itertools.pairwise(marks), strict=True)
     }
-    held = {rank: held.get(rank, []) for rank in range(10)}
-    table = combined(held)
+    owned = {rank: owned.get(rank, []) for rank in range(10)}
+    table = combined(owned)
     assert len(table.partitions.rank) == 2
     pieces = list(zip(ranks, itertools.repeat(-1), marks, marks[1:], strict=False))
     assert list(table.pieces("w")) == pieces
@@ -147,7 +147,7 @@ def divided(draw):
     """A shape, and a way to divide it: slices of one or two dimensions, and of each some pieces."""
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     sides = [sorted(draw(st.sets(st.integers(0, size), max_size=3)) | {0, size}) for size in shape]
-    numbers, held = itertools.count(), {}
+    numbers, owned = itertools.count(), {}
     for ranges in itertools.product(*(itertools.pairwise(marks) for marks in sides)):
         cuts = tuple(
             Cut(dim, (taken,))
@@ -157,8 +157,8 @@ def divided(draw):
         numel = math.prod(stop - start for start, stop in ranges)
         marks = sorted(draw(st.sets(st.integers(0, numel), max_size=4)) | {0, numel})
         for pair in itertools.pairwise(marks):
-            held[next(numbers)] = [Extent("w", shape, "fp32", *pair, cuts=cuts)]
-    return held
+            owned[next(numbers)] = [Extent("w", shape, "fp32", *pair, cuts=cuts)]
+    return owned
 
 
 @given(divided(), divided())
@@ -168,7 +168,7 @@ def test_every_piece_that_shares_elements_is_found(saved, wanted):
     for (extent,) in wanted.values():
         if extent.shape != shape:
             continue
-        expected = {rank for rank, (held,) in saved.items() if shared(held, extent)}
-        found = {rank: held for rank, _, held in table.overlapping(extent)}
+        expected = {rank for rank, (owned,) in saved.items() if shared(owned, extent)}
+        found = {rank: owned for rank, _, owned in table.overlapping(extent)}
         assert expected <= found.keys()
-        assert all(saved[rank] == [held] for rank, held in found.items())
+        assert all(saved[rank] == [owned] for rank, owned in found.items())

@@ -150,14 +150,14 @@ def test_each_rank_reads_its_share_of_the_files_and_no_more(tmp_path: Path) -> N
     ranks = run_on_ranks(differing, 4, folder, PLANS, timeout_s=200)
     read = [[num_bytes for _, num_bytes in rank] for rank in ranks]
     for index, plan in enumerate(PLANS):
-        held = [rank[index] for rank in read]
+        sizes = [rank[index] for rank in read]
         if plan == {"strategy": "ddp"}:
-            assert max(held) <= whole
+            assert max(sizes) <= whole
         elif plan == {"strategy": "zero3"}:
-            assert 0.9 * whole <= sum(held) <= whole
-            assert max(held) <= 0.3 * whole
+            assert 0.9 * whole <= sum(sizes) <= whole
+            assert max(sizes) <= 0.3 * whole
         else:
-            assert max(held) <= 0.75 * whole
+            assert max(sizes) <= 0.75 * whole
 
 
 def test_what_transformers_rearranges_is_loaded_whole_and_a_line_says_so(tmp_path: Path, capfd) -> None:
@@ -235,8 +235,8 @@ def test_a_head_for_another_task_and_half_a_model_are_those_of_the_folder(name: 
     ],
 )
 def test_a_configuration_that_cannot_be_built_is_refused_by_name(wrong: dict[str, Any], tmp_path: Path) -> None:
-    held = {"model_type": "vit", "architectures": ["ViTModel"], **SIZES, **wrong}
-    (tmp_path / "config.json").write_text(json.dumps(held))
+    config = {"model_type": "vit", "architectures": ["ViTModel"], **SIZES, **wrong}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=f"the model in {re.escape(str(tmp_path))} cannot be loaded"):
         deferred_from_folder(tmp_path, of_any_task=True)
 
@@ -253,10 +253,10 @@ def test_two_tensors_in_the_files_are_tied_only_where_they_are_equal(tmp_path: P
     from safetensors.torch import load_file, save_file
 
     folder = Path(folder_of("llama-tied", tmp_path))
-    held = load_file(folder / "model.safetensors")
-    embedding = held["model.embed_tokens.weight"]
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
     for head in (embedding.clone(), embedding + 1):
-        save_file({**held, "lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+        save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
         model: Any = defer_model(resolved_for(str(folder), 1), CPU)[0]
         plain: Any = build_model(resolved_for(str(folder), 1), CPU)
         is_tied = plain.lm_head.weight is plain.model.embed_tokens.weight
@@ -313,8 +313,8 @@ def test_a_folder_stored_in_16_bit_trains_with_fp32_masters_and_says_so(tmp_path
         assert main(["generate", str(tmp_path / run), "--tokens", "1 2 3", "--max-new-tokens", "2"]) == 0
     assert dtypes == {"raised": {"fp32"}, "kept": {"bf16"}}
     train_well(tmp_path, 2, ("--run-dir", "raised", "--resume", "--set", "train.steps=4"), config=config)
-    held = yaml.safe_load((tmp_path / "raised" / "config.yaml").read_text())["parallel"]["mp_policy"]
-    assert held == {"param_dtype": "bf16", "master_dtype": "fp32"}
+    policy = yaml.safe_load((tmp_path / "raised" / "config.yaml").read_text())["parallel"]["mp_policy"]
+    assert policy == {"param_dtype": "bf16", "master_dtype": "fp32"}
 
 
 def devices_of_an_adapter(folder: str) -> set[str]:

@@ -111,21 +111,21 @@ def test_state_comes_back_with_its_types(tmp_path):
 
 def test_tensors_in_state_come_back(tmp_path):
     generator = torch.Generator().get_state()
-    held = {"generator": generator, "scale": torch.tensor(0.5, dtype=torch.bfloat16), "none": torch.zeros(2, 0)}
-    write(tmp_path / "s", alone(), [], held, step=0, run_id="r")
+    stored = {"generator": generator, "scale": torch.tensor(0.5, dtype=torch.bfloat16), "none": torch.zeros(2, 0)}
+    write(tmp_path / "s", alone(), [], stored, step=0, run_id="r")
     found = open_checkpoint(tmp_path / "s").data
     assert {name: (each.dtype, each.shape) for name, each in found.items()} == {
-        name: (each.dtype, each.shape) for name, each in held.items()
+        name: (each.dtype, each.shape) for name, each in stored.items()
     }
-    assert all(torch.equal(found[name], each) for name, each in held.items())
+    assert all(torch.equal(found[name], each) for name, each in stored.items())
 
 
 @pytest.mark.parametrize(
-    "held", [["fp32", [2], "AAAA"], ["fp32", "x", ""], ["none", [0], ""], [], "x", ["fp32", [0], "?"], {"a": 1}]
+    "stored", [["fp32", [2], "AAAA"], ["fp32", "x", ""], ["none", [0], ""], [], "x", ["fp32", [0], "?"], {"a": 1}]
 )
-def test_a_damaged_tensor_in_state_is_refused(held):
+def test_a_damaged_tensor_in_state_is_refused(stored):
     with pytest.raises(ValueError, match="'__tensor__' is malformed"):
-        plain.unpack({"__tensor__": held})
+        plain.unpack({"__tensor__": stored})
 
 
 @pytest.mark.parametrize(

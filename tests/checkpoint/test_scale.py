@@ -14,7 +14,7 @@ from shardwise.checkpoint.manifest import Manifest, decode, encode
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import Cut
 
-Held = list[list[Extent]]
+Owned = list[list[Extent]]
 
 
 def operations(body: Callable[[], Any]) -> int:
@@ -36,33 +36,34 @@ def operations(body: Callable[[], Any]) -> int:
     return count
 
 
-def encoded(held: Held) -> bytes:
-    combined = Combined((rank, encode_ranges(extents)) for rank, extents in enumerate(held))
+def encoded(owned: Owned) -> bytes:
+    combined = Combined((rank, encode_ranges(extents)) for rank, extents in enumerate(owned))
     assert combined.problems == []
-    files = {"bytes": [1] * len(held), "hash": [f"{rank:032x}" for rank in range(len(held))]}
-    head = {"save_id": "0" * 16, "run_id": "r", "step": 1, "world_size": len(held), "data": {}, "frozen": None}
+    files = {"bytes": [1] * len(owned), "hash": [f"{rank:032x}" for rank in range(len(owned))]}
+    head = {"save_id": "0" * 16, "run_id": "r", "step": 1, "world_size": len(owned), "data": {}, "frozen": None}
     return encode({**head, **combined.table.columns(), "files": files})
 
 
-def tensors(count: int) -> Held:
+def tensors(count: int) -> Owned:
     return [[Extent(f"w{i}", (i + 2, 3), "fp32", 0, 3 * (i + 2)) for i in range(count)]]
 
 
-def uneven(count: int) -> Held:
+def uneven(count: int) -> Owned:
     """Ten tensors in pieces that all differ, each tensor in another way."""
     ranks, numbers = count // 10, random.Random(0)
     marks = [[0, *(3 * rank + numbers.randint(0, 2) for rank in range(1, ranks)), 3 * ranks] for _ in range(10)]
     return [
-        [Extent(f"w{i}", (3 * ranks,), "fp32", *held[r : r + 2]) for i, held in enumerate(marks)] for r in range(ranks)
+        [Extent(f"w{i}", (3 * ranks,), "fp32", *edges[r : r + 2]) for i, edges in enumerate(marks)]
+        for r in range(ranks)
     ]
 
 
-def even(count: int) -> Held:
+def even(count: int) -> Owned:
     ranks = count // 10
     return [[Extent(f"w{i}", (2 * ranks,), "fp32", 2 * r, 2 * r + 2) for i in range(10)] for r in range(ranks)]
 
 
-def sliced(count: int) -> Held:
+def sliced(count: int) -> Owned:
     ranks = count // 10
     return [
         [Extent(f"w{i}", (3, 2 * ranks), "fp32", 0, 6, cuts=(Cut(1, ((2 * r, 2 * r + 2),)),)) for i in range(10)]
@@ -70,7 +71,7 @@ def sliced(count: int) -> Held:
     ]
 
 
-def odd_slices(count: int) -> Held:
+def odd_slices(count: int) -> Owned:
     """Slices of two ranges each."""
     return [
         [Extent("w", (2 * count,), "fp32", 0, 2, cuts=(Cut(0, ((r, r + 1), (count + r, count + r + 1))),))]
@@ -107,10 +108,10 @@ def test_the_part_of_one_rank_does_not_grow_with_the_number_of_ranks(make):
 
     counts, sizes = [], []
     for count in (200, 1600):
-        held = make(count)
-        found = decode(encoded(held))
-        wanted = held[len(held) // 2]
-        work(found, held[0])  # indices that are made once
+        owned = make(count)
+        found = decode(encoded(owned))
+        wanted = owned[len(owned) // 2]
+        work(found, owned[0])  # indices that are made once
         counts.append(operations(lambda found=found, wanted=wanted: sizes.append(work(found, wanted))))
     assert sizes == [10, 10]
     assert counts[1] < 1.2 * counts[0]
@@ -118,21 +119,21 @@ def test_the_part_of_one_rank_does_not_grow_with_the_number_of_ranks(make):
 
 @pytest.mark.parametrize("make", [tensors, uneven, even, sliced])
 def test_what_is_read_is_what_was_combined(make):
-    held = make(40)
-    table = decode(encoded(held)).table
-    for rank, extents in enumerate(held):
+    owned = make(40)
+    table = decode(encoded(owned)).table
+    for rank, extents in enumerate(owned):
         found = {(piece.name, piece.start, piece.stop) for piece in table.of_rank(rank, is_frozen=False)}
         assert found == {(each.name, each.start, each.stop) for each in extents}
 
 
 def test_equal_tensors_share_a_partition():
     ranks = 64
-    held = [
+    owned = [
         [Extent(f"b{i}.w", (ranks, 4), "fp32", 4 * rank, 4 * rank + 4) for i in range(50)]
         + [Extent(f"b{i}.n", (ranks, 2), "fp32", 2 * rank, 2 * rank + 2) for i in range(50)]
         for rank in range(ranks)
     ]
-    raw = encoded(held)
+    raw = encoded(owned)
     found = decode(raw).table
     assert len(found.partitions.slices) == 2
     assert len(found.partitions.rank) == 2
@@ -140,21 +141,21 @@ def test_equal_tensors_share_a_partition():
 
 
 def test_chains_of_slices_are_sums_that_add_up():
-    held = sliced(40)
+    owned = sliced(40)
     for wrong in (
-        [*held[:-1]],
-        [*held, held[0]],
-        [[Extent(each.name, each.shape, each.dtype, 0, 5, cuts=each.cuts) for each in held[0]], *held[1:]],
+        [*owned[:-1]],
+        [*owned, owned[0]],
+        [[Extent(each.name, each.shape, each.dtype, 0, 5, cuts=each.cuts) for each in owned[0]], *owned[1:]],
     ):
         combined = Combined((rank, encode_ranges(extents)) for rank, extents in enumerate(wrong))
         assert len(combined.problems) == 10
 
 
 def test_what_one_rank_calls_frozen_all_ranks_with_pieces_of_it_must():
-    held = even(40)
+    owned = even(40)
     frozen: list[set[str]] = [{"w1", "w2"}, {"w1", "w2"}, {"w2"}, {"w1", "w2"}]
-    held[1][2] = Extent("w2", (8,), "fp32", 2, 2)  # none of it: what it is called does not matter
-    held[0][2] = Extent("w2", (8,), "fp32", 0, 4)
-    combined = Combined((rank, encode_ranges(extents, frozen[rank])) for rank, extents in enumerate(held))
+    owned[1][2] = Extent("w2", (8,), "fp32", 2, 2)  # none of it: what it is called does not matter
+    owned[0][2] = Extent("w2", (8,), "fp32", 0, 4)
+    combined = Combined((rank, encode_ranges(extents, frozen[rank])) for rank, extents in enumerate(owned))
     assert combined.problems == ["w1: not frozen on rank 2"]
     assert combined.table.frozen == {1, 2}

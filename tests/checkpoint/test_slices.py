@@ -34,8 +34,8 @@ def pieces(tensors, slices, rank):
     """What a rank holds where ``slices[name]`` are divided evenly over the ranks: (extent, elements)."""
     found = []
     for name, tensor in tensors.items():
-        held = slices[name]
-        cuts, of, index = (held[rank % len(held)], len(slices["ranks"]) // len(held), rank // len(held))
+        parts = slices[name]
+        cuts, of, index = (parts[rank % len(parts)], len(slices["ranks"]) // len(parts), rank // len(parts))
         flat = part_of(tensor, cuts).view(-1)
         start, stop = flat.numel() * index // of, flat.numel() * (index + 1) // of
         extent = Extent(name, tuple(tensor.shape), dtype_name(tensor.dtype), start, stop, cuts=cuts)
@@ -82,7 +82,7 @@ def test_any_slices_load_into_any_other_slices(tmp_path_factory, data):
 
     def body(comm):
         expected = pieces(tensors, loaded, comm.rank)
-        targets = [(extent, torch.zeros_like(held)) for extent, held in expected]
+        targets = [(extent, torch.zeros_like(tensor)) for extent, tensor in expected]
         open_checkpoint(path).read_into(targets, comm=comm)
         return [
             extent
@@ -161,7 +161,7 @@ def test_what_nobody_needs_of_a_file_is_not_read(saved):
 
 
 @pytest.mark.parametrize(
-    ("held", "message"),
+    ("parts", "message"),
     [
         (
             [Slice((4, 6), (Cut(1, ((0, 3),)),))] * 2,
@@ -185,9 +185,9 @@ def test_what_nobody_needs_of_a_file_is_not_read(saved):
         ),
     ],
 )
-def test_slices_that_are_not_exactly_the_whole_are_not_saved(tmp_path, held, message):
+def test_slices_that_are_not_exactly_the_whole_are_not_saved(tmp_path, parts, message):
     def body(comm):
-        part = held[comm.rank]
+        part = parts[comm.rank]
         extent = Extent("w", part.shape, "fp32", 0, part.numel, cuts=part.cuts)
         write(tmp_path / "s", comm, [(extent, torch.zeros(part.numel))], {}, step=0, run_id="r")
 

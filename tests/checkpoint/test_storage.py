@@ -92,8 +92,8 @@ def test_a_copy_is_found_verified_and_read_and_older_ones_go(place, tmp_path):
     open_checkpoint(found).verify()
     for name, tensor in sample(40).items():
         assert torch.equal(values(found, 40)[name], tensor.reshape(-1))
-    kept = [name for name in names(place) if storage_of(place).list(place / "checkpoints" / name)]
-    assert kept == ["step-00000030", "step-00000040"]
+    remaining = [name for name in names(place) if storage_of(place).list(place / "checkpoints" / name)]
+    assert remaining == ["step-00000030", "step-00000040"]
     assert not copy_checkpoint(step_directory(tmp_path, 40), found)  # it is there
     with pytest.raises(CheckpointError, match=r"there is no checkpoint .*step-00000041\.\n.*step-00000040"):
         open_checkpoint(step_directory(place, 41))
@@ -290,13 +290,13 @@ def test_what_a_resume_sets_aside_is_not_found_and_goes_with_the_next_upload(pla
         upload(job(save(tmp_path, step), place))
     storage_of(place).remove(step_directory(place, 20), is_kept=True)
     assert find_latest(place).step == 10
-    held = step_directory(place, 20)
+    published = step_directory(place, 20)
     if isinstance(place, Url):
-        assert SUPERSEDED_NAME in storage_of(place).list(held)
-        assert shards(held)
+        assert SUPERSEDED_NAME in storage_of(place).list(published)
+        assert shards(published)
     upload(job(save(tmp_path / "again", 20), place))  # the step is made again, by another save
     assert find_latest(place, verify=True).step == 20
-    assert SUPERSEDED_NAME not in storage_of(place).list(held)
+    assert SUPERSEDED_NAME not in storage_of(place).list(published)
     assert find_latest(place).unfinished == ()
 
 

@@ -476,13 +476,13 @@ def test_one_receive_buffer_serves_sums_of_every_size(world, expected):
 def test_receive_buffers_are_reused():
     """The receive buffers of sums that follow one another are the same."""
     comm = open_comm()
-    held = set()
+    addresses = set()
     for _ in range(4):
         buffer = torch.zeros(1000 * comm.size)
         own = buffer.view(comm.size, -1)[comm.rank]
         comm.reduce_scatter(buffer, own, unit="u").wait()
-        held.add(tuple(buffer.data_ptr() for buffer in comm._scratch.free))
-    assert len(held) == 1
+        addresses.add(tuple(buffer.data_ptr() for buffer in comm._scratch.free))
+    assert len(addresses) == 1
 
 
 # -- peers that are dead, elsewhere, or of another opinion

@@ -70,13 +70,13 @@ def test_a_log_on_a_full_disk_is_left_out():
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_what_a_disk_refuses_has_one_message_and_a_code_wherever_it_was(number):
-    said = []
+    printed = []
 
     def write():
         raise OSError(number, os.strerror(number), "/run/file")
 
-    assert run_worker(write, mock.Mock(rank=0), said.append) == 74
-    assert [str(error) for error in said] == [
+    assert run_worker(write, mock.Mock(rank=0), printed.append) == 74
+    assert [str(error) for error in printed] == [
         f"/run/file: {os.strerror(number)}.\n  See to the disk and the permissions."
     ]
 

@@ -126,9 +126,9 @@ def test_steps_of_one_slurm_job_do_not_share_a_port():
 def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_one_that_its_task_sees(
     monkeypatch, capsys, world, visible, index
 ):
-    taken = see_gpus(monkeypatch, visible)
+    chosen = see_gpus(monkeypatch, visible)
     own_device(world)
-    assert [device.index for device in taken] == [index]
+    assert [device.index for device in chosen] == [index]
     shown = "8 GPUs are visible, but Slurm has started 1 task here" in capsys.readouterr().err
     assert shown == (visible > world.local_size)
 
@@ -141,11 +141,11 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch):
 
 def see_gpus(monkeypatch, count):
     """Let torch see so many GPUs. Returns the list of those that are made the current one."""
-    taken = []
+    chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    return taken
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
 
 
 @pytest.mark.parametrize(

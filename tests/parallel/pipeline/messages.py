@@ -94,9 +94,9 @@ def action_messages(action: Action, crossing: Sequence[Sequence[CrossingBytes]])
 def copy_messages(copies: Sequence[Copies], rank: int) -> list[Collective]:
     """The messages of ``rank`` for the gradients of parameters that several stages hold."""
     found = []
-    for held in copies:
-        others = [peer for peer in held.ranks if peer != rank]
-        if rank in held.ranks:
-            found += [Collective("send", f"copies of {held.name}", held.num_bytes, "pp") for _ in others]
-            found += [Collective("receive", f"copies of {held.name}", 0, "pp") for _ in others]
+    for shared in copies:
+        others = [peer for peer in shared.ranks if peer != rank]
+        if rank in shared.ranks:
+            found += [Collective("send", f"copies of {shared.name}", shared.num_bytes, "pp") for _ in others]
+            found += [Collective("receive", f"copies of {shared.name}", 0, "pp") for _ in others]
     return found
