@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import CollectiveEvent, Recorder
 from shardwise.engine.extensions import batch_norm
-from shardwise.engine.storage.attachment import attachment_of, engine_of, place_of
+from shardwise.engine.storage.attachment import attachment_of, engine_of, group_and_index
 from shardwise.engine.storage.waiting import set_gradient_sync
 from shardwise.optim.in_backward import refuse_sums
 from shardwise.spec.slice import slice_of
@@ -70,7 +70,7 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
 
 def logical_shape(parameter: Tensor) -> torch.Size:
     """Return the unsharded shape of a parameter, which may be a shard, a slice or any other tensor."""
-    place = place_of(parameter)
+    place = group_and_index(parameter)
     if place is None:
         part = slice_of(parameter)
         return parameter.shape if part is None else torch.Size(part.shape)

@@ -21,7 +21,7 @@ from shardwise.comm.control import all_gather_json, refuse_different
 from shardwise.comm.digest import digest_of
 from shardwise.engine.attach import Observer
 from shardwise.engine.storage import flat_parameters, part
-from shardwise.engine.storage.attachment import engine_of_unit, place_of
+from shardwise.engine.storage.attachment import engine_of_unit, group_and_index
 from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.optimizer import Content, bits_of, content_of, engines_of, needed_by, shards_of
@@ -168,7 +168,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             own_slice = slice_of(parameter)
             if own_slice is not None and not keeps(own_slice, needed):
                 raise _cut_refusal(type(optimizer).__name__, needed, parameter, own_slice)
-            place = place_of(parameter)
+            place = group_and_index(parameter)
             if place is None or not place[0].placements.shards_optimizer:
                 continue  # every rank has the full parameter; by the layout, so that all ranks decide alike
             if needed is None or not place[0].layout.granularity.covers(needed):
@@ -189,7 +189,7 @@ def _refuse_parts(optimizer: torch.optim.Optimizer) -> None:
 
 def _cut_refusal(name: str, needed: Granularity | None, parameter: nn.Parameter, owned: Slice) -> StateError:
     """Make the error for an optimizer that cannot work on a slice: of row sharding, tensor or expert parallelism."""
-    place = place_of(parameter)
+    place = group_and_index(parameter)
     title = f" {owned.names[0]!r}" if owned.names else ""
     if place is not None:
         title = f" {place[0].layout.params[place[1]].name!r}"
@@ -241,7 +241,7 @@ def _refusal(name: str, needed: Granularity | None, group: Group, index: int) ->
 
 def _check_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
-        place = place_of(parameter)
+        place = group_and_index(parameter)
         if place is None:
             continue
         spec = place[0].layout.params[place[1]]

@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 from shardwise import torch_private
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import memory_order
-from shardwise.engine.storage.attachment import engine_of_unit, place_of
+from shardwise.engine.storage.attachment import engine_of_unit, group_and_index
 from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
 from shardwise.optim.matrices import Exchange, Matrix, RankRanges, assign
 from shardwise.spec.errors import StateError
@@ -214,7 +214,7 @@ class Muon(torch.optim.Optimizer):
                         found.setdefault(engine, {})
                 continue
             for parameter in group["params"]:
-                place = place_of(parameter)
+                place = group_and_index(parameter)
                 if place is None:
                     others = found.setdefault(None, {})
                     others[str(len(others))] = parameter
@@ -282,7 +282,7 @@ def _refuse_odd(parameter: Tensor, group: Mapping[str, Any]) -> None:
 
 def logical_shape(parameter: Tensor) -> tuple[int, ...]:
     """Return the shape of a parameter in the plain model."""
-    place = place_of(parameter)
+    place = group_and_index(parameter)
     return tuple(parameter.shape) if place is None else place[0].layout.params[place[1]].logical_shape
 
 
@@ -326,7 +326,7 @@ def _ranges_on(engine: Engine, names: Mapping[str, Tensor], rank: int) -> RankRa
         return {}
     place, steps, found = rank // tp % comms.gather.size, rank % tp - comms.world.rank % tp, {}
     for name, parameter in names.items():
-        shard_place = place_of(parameter)
+        shard_place = group_and_index(parameter)
         assert shard_place is not None
         facts = shard_place[0].facts
         if place % facts.ep == comms.gather.rank % facts.ep:
@@ -346,7 +346,7 @@ def _shifted(extent: Extent, steps: int) -> Extent:
 
 def extent_of(parameter: Tensor, rank: int | None = None) -> Extent:
     """Return the range of a matrix on this rank, or on the rank at place ``rank`` among those that share it."""
-    place = place_of(parameter)
+    place = group_and_index(parameter)
     assert place is not None
     (owner, index), pieces = place, place[0].pieces
     if rank is not None and owner.placements.shards_optimizer:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.engine.attach import Observer
 from shardwise.engine.hooks import without_parameters
-from shardwise.engine.storage.attachment import engine_of_unit, mark_of, place_of
+from shardwise.engine.storage.attachment import engine_of_unit, group_and_index, mark_of
 from shardwise.spec.errors import StateError, Uncopyable
 from shardwise.spec.order import EntryPoint
 from shardwise.spec.replacement import Replacement
@@ -242,7 +242,7 @@ class _NamesOnly(_StateDictGuard):
             super().__call__(module)
             return
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if (place := place_of(parameter)) is not None:
+            if (place := group_and_index(parameter)) is not None:
                 shape = place[0].layout.params[place[1]].logical_shape
                 state[f"{prefix}{name}"] = torch.empty(shape, dtype=parameter.dtype, device="meta")
 

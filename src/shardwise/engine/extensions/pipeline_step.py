@@ -22,7 +22,7 @@ from shardwise.comm.base import Comm
 from shardwise.engine.attach import Step
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.module_buffers import begin
-from shardwise.engine.storage.attachment import place_of
+from shardwise.engine.storage.attachment import group_and_index
 from shardwise.engine.storage.waiting import WaitingSums
 from shardwise.engine.unit import State, Unit
 from shardwise.spec.errors import StateError
@@ -241,7 +241,7 @@ def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]]
         Every rank of a parameter sends the full gradient to every other one.
     """
     for parameter, ranks in copies.items():
-        place = place_of(parameter)
+        place = group_and_index(parameter)
         if place is None or not place[0].wants_gradients:
             continue
         group, index = place

@@ -119,7 +119,7 @@ def mark_of(parameter: Tensor) -> Mark | None:
     return parameter.__dict__.get(_PARAMETER_KEY) if hasattr(parameter, "__dict__") else None
 
 
-def place_of(parameter: Tensor) -> tuple[Group, int] | None:
+def group_and_index(parameter: Tensor) -> tuple[Group, int] | None:
     """The group of a shard and its number there; ``None`` for other parameters, or if the model has been deleted."""
     mark = mark_of(parameter)
     group = mark.group if mark is not None else None

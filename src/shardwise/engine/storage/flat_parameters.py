@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import torch_private
-from shardwise.engine.storage.attachment import engine_of, place_of
+from shardwise.engine.storage.attachment import engine_of, group_and_index
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.waiting import WaitingGradient
 from shardwise.spec.errors import Uncopyable
@@ -236,7 +236,7 @@ def group_of(parameter: Tensor) -> Group | None:
     """The group of a shard or of a flat parameter; ``None`` for a parameter that is not sharded."""
     if isinstance(parameter, FlatParameter):
         return parameter.group
-    place = place_of(parameter)
+    place = group_and_index(parameter)
     return place[0] if place is not None else None
 
 

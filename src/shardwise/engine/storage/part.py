@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.engine.attach import Observer
 from shardwise.engine.group import Group
-from shardwise.engine.storage.attachment import Mark, mark_of, place_of
+from shardwise.engine.storage.attachment import Mark, group_and_index, mark_of
 from shardwise.engine.storage.flat_parameters import FlatParameter
 from shardwise.nested import tensors_in
 from shardwise.spec.errors import StateError
@@ -217,7 +217,7 @@ def hide_parts(optimizer: torch.optim.Optimizer) -> None:
 
 def _is_elsewhere(parameter: Tensor) -> bool:
     """Whether other ranks own all elements of a parameter."""
-    place = place_of(parameter)
+    place = group_and_index(parameter)
     return place is not None and place[0].layout.params[place[1]].numel > 0
 
 

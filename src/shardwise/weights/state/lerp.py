@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.comm.dtype import memory_order
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.storage.attachment import engine_of_unit, place_of
+from shardwise.engine.storage.attachment import engine_of_unit, group_and_index
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import Piece
 from shardwise.spec.slice import Cut, Slice, simplest, slice_of
@@ -124,7 +124,7 @@ def _cuts(part: Slice | None) -> tuple[Cut, ...]:
 
 
 def _parameter_of(name: str, parameter: nn.Parameter) -> _Parameter:
-    group, index = place_of(parameter) or (None, 0)
+    group, index = group_and_index(parameter) or (None, 0)
     return _Parameter(name, parameter, group, index)
 
 
