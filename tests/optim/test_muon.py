@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import torch_private
-from shardwise.optim.muon import extent_of
+from shardwise.optim.muon import matrix_extent
 from shardwise.spec.errors import StateError
 from shardwise.testing import part_of, run_on_ranks
 from tests.common import models
@@ -88,7 +88,7 @@ def set_gradients(model: nn.Module, step: int) -> None:
         if not parameter.requires_grad:
             continue
         whole = gradient(name, tuple(sw.logical_shape(parameter)), step)
-        parameter.grad = part_of(extent_of(parameter), whole).clone().view(parameter.shape)
+        parameter.grad = part_of(matrix_extent(parameter), whole).clone().view(parameter.shape)
 
 
 def count_calls() -> list[tuple[int, ...]]:

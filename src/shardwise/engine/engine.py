@@ -28,8 +28,8 @@ from shardwise.engine.hooks import (
     EndOfBackward,
     Ticket,
     attach_tickets,
-    begin,
-    end,
+    begin_label,
+    end_label,
     gradient_hook,
     label,
 )
@@ -172,7 +172,7 @@ class Engine:
         unit.is_unused = False
         member.use_unsharded()
         self._prefetch(unit, self.orders.forward_order)
-        begin(calls.labels, "forward", unit.name)
+        begin_label(calls.labels, "forward", unit.name)
 
     def after_forward(self, unit: Unit, member: Member, output: object, path: str = "") -> None:
         """Attach tickets to ``output`` after ``member``, or the module at ``path``, has run; ``None``: it raised."""
@@ -186,7 +186,7 @@ class Engine:
             return
         if not calls.frames or (output is None and threading.get_ident() != forward.thread):
             return  # before_forward has raised
-        end(calls.labels)
+        end_label(calls.labels)
         since = calls.frames.pop()
         forward.num_frames -= 1
         if not torch.is_grad_enabled():

@@ -199,15 +199,15 @@ def label(what: str, unit: str) -> AbstractContextManager[Any]:
     return record_function(f"shardwise::{what} [{unit}]") if is_profiled else _NOTHING
 
 
-def begin(labels: list[AbstractContextManager[Any]], what: str, unit: str) -> None:
-    """Begin a range that :func:`end` ends; ``labels`` collects the open ranges, innermost last."""
+def begin_label(labels: list[AbstractContextManager[Any]], what: str, unit: str) -> None:
+    """Begin a range that :func:`end_label` ends; ``labels`` collects the open ranges, innermost last."""
     named = label(what, unit)
     if named is not _NOTHING:
         named.__enter__()
         labels.append(named)
 
 
-def end(labels: list[AbstractContextManager[Any]]) -> None:
+def end_label(labels: list[AbstractContextManager[Any]]) -> None:
     """End the range that was begun last, if there is one."""
     if labels:
         labels.pop().__exit__(None, None, None)

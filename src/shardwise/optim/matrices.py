@@ -53,7 +53,7 @@ class Matrix:
         return sorted(first.values())
 
 
-def assign(by_rank: Sequence[RankRanges], work: Callable[[tuple[int, ...]], float]) -> dict[str, Matrix]:
+def assign_owners(by_rank: Sequence[RankRanges], work: Callable[[tuple[int, ...]], float]) -> dict[str, Matrix]:
     """Choose an owner for every matrix among the ranks with a part of it, so that work is balanced.
 
     Matrices are assigned in descending order of work, each to the rank with the least so far. All ranks compute the

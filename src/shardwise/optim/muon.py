@@ -22,7 +22,7 @@ from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import memory_order
 from shardwise.engine.storage.attachment import engine_of_unit, group_and_index
 from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
-from shardwise.optim.matrices import Exchange, Matrix, RankRanges, assign
+from shardwise.optim.matrices import Exchange, Matrix, RankRanges, assign_owners
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent, decode_extent, encode_extent
 
@@ -181,7 +181,7 @@ class Muon(torch.optim.Optimizer):
             matrices_of: dict[str, list[str]] = {}  # the matrices of each parameter, in the order of memory
             for name, parameter in names.items():
                 if parameter in updates:
-                    extents = _matrices_in(name, extent_of(parameter))
+                    extents = _matrices_in(name, matrix_extent(parameter))
                     sizes = [extent.numel for extent in extents.values()]
                     parts |= dict(
                         zip(extents, memory_order(updates.pop(parameter)).split(sizes or 1), strict=bool(sizes))
@@ -225,7 +225,7 @@ class Muon(torch.optim.Optimizer):
 
     def _exchange(self, engine: Engine, names: Mapping[str, Tensor], active: frozenset[str]) -> Exchange:
         if engine not in self._owners:
-            self._owners[engine] = assign(_ranges_on_all_ranks(engine, names), _work)
+            self._owners[engine] = assign_owners(_ranges_on_all_ranks(engine, names), _work)
         known = self._exchanges.setdefault(engine, {})
         if active not in known:
             inactive = names.keys() - active
@@ -292,7 +292,7 @@ def _ranges_on_all_ranks(engine: Engine, names: Mapping[str, Tensor]) -> list[Ra
     is_alike = comms.tp is None and comms.pp is None and comms.ep is None
     if is_alike or comms.world.device.type == "meta":  # a dry run has no peers
         return [_split_stacks(_ranges_on(engine, names, rank)) for rank in range(comms.world.size)]
-    own = {name: encode_extent(extent_of(parameter)) for name, parameter in names.items()}
+    own = {name: encode_extent(matrix_extent(parameter)) for name, parameter in names.items()}
     everyone = all_gather_json(comms.world, own)
     return [_split_stacks({name: decode_extent(extent) for name, extent in ranges.items()}) for ranges in everyone]
 
@@ -330,7 +330,7 @@ def _ranges_on(engine: Engine, names: Mapping[str, Tensor], rank: int) -> RankRa
         assert shard_place is not None
         facts = shard_place[0].facts
         if place % facts.ep == comms.gather.rank % facts.ep:
-            extent = extent_of(parameter, facts.slice_index(place))
+            extent = matrix_extent(parameter, facts.slice_index(place))
             found[name] = extent if facts.is_expert else _shifted(extent, steps)
     return found
 
@@ -344,7 +344,7 @@ def _shifted(extent: Extent, steps: int) -> Extent:
     return replace(extent, cuts=cuts)
 
 
-def extent_of(parameter: Tensor, rank: int | None = None) -> Extent:
+def matrix_extent(parameter: Tensor, rank: int | None = None) -> Extent:
     """Return the range of a matrix on this rank, or on the rank at place ``rank`` among those that share it."""
     place = group_and_index(parameter)
     assert place is not None

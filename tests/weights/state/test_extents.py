@@ -11,7 +11,7 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import Cut, Slice, simplest
-from shardwise.weights.state.extents import StoredRanges, gather, gather_metadata, refuse_gaps, scatter
+from shardwise.weights.state.extents import StoredRanges, gather_metadata, gather_ranges, refuse_gaps, scatter_ranges
 from tests.checkpoint.threads import run_in_threads
 
 
@@ -72,13 +72,13 @@ def test_any_cuts_make_the_whole_and_are_filled_from_it(data):
         stored = [holding([extent], [part], log) for extent, part in zip(extents, parts, strict=True)]
         metadata, answer = gather_metadata(comm, stored, lambda metadata: [refuse_gaps(metadata), len(metadata)])
         assert answer == [None, size]
-        whole = gather(comm, stored, metadata)
+        whole = gather_ranges(comm, stored, metadata)
         assert whole.keys() == (old.keys() if comm.rank == 0 else set())
         for name, value in whole.items():
             assert torch.equal(value, old[name])
             assert (value.dtype, value.stride()) == (old[name].dtype, old[name].stride()), name
         present = set(new) - {"half"}
-        scatter(comm, stored, metadata, new if comm.rank == 0 else {}, present)
+        scatter_ranges(comm, stored, metadata, new if comm.rank == 0 else {}, present)
         for part, (name, start, stop, cuts) in zip(parts, pieces, strict=True):
             assert torch.equal(part, memory((new if name in present else old)[name], cuts)[start:stop]), name
         assert "half" not in log
@@ -93,9 +93,9 @@ def test_copies_are_gathered_once_and_filled_by_a_broadcast():
         part = whole.clone()
         stored = [holding([extent_of("w", whole, 0, 6)], [part], [], copies=comm)]
         metadata, _ = gather_metadata(comm, stored, refuse_gaps)
-        gather(comm, stored, metadata)
+        gather_ranges(comm, stored, metadata)
         before = comm.received_bytes
-        scatter(comm, stored, metadata, {"w": whole + 1} if comm.rank == 0 else {}, ["w"])
+        scatter_ranges(comm, stored, metadata, {"w": whole + 1} if comm.rank == 0 else {}, ["w"])
         assert torch.equal(part, whole + 1)
         return comm.received_bytes - before
 

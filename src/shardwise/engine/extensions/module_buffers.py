@@ -167,7 +167,7 @@ def _select(model: nn.Module, ignored: Collection[str], *, saved_only: bool) -> 
     ]
 
 
-def begin(engine: Engine) -> None:
+def sync_if_due(engine: Engine) -> None:
     """Synchronize the buffers of an engine's model before one or more forwards on the same parameters.
 
     Collective:

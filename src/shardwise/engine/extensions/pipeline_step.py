@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.engine.attach import Step
 from shardwise.engine.engine import Engine
-from shardwise.engine.extensions.module_buffers import begin
+from shardwise.engine.extensions.module_buffers import sync_if_due
 from shardwise.engine.storage.attachment import group_and_index
 from shardwise.engine.storage.waiting import WaitingSums
 from shardwise.engine.unit import State, Unit
@@ -136,7 +136,7 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
     sums.hide(engine)
     window = engine.window
     synchronises = window.syncs and torch.is_grad_enabled()
-    engine.open_window(begin)
+    engine.open_window(sync_if_due)
     had_sums = any(group.gradient.is_local for group in engine.groups)
     opened = PipelineStep(engine, last, synchronises=synchronises)
     try:
@@ -209,7 +209,7 @@ def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
             yield
         return
     was_open = engine.window.is_open
-    engine.open_window(begin)
+    engine.open_window(sync_if_due)
     try:
         for unit in engine.units:
             if unit.is_resident or not _has_all(unit):

@@ -19,7 +19,7 @@ from shardwise.engine.storage.optimizer import engines_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.slice import slice_of
 from shardwise.weights.state.extents import Pairs
-from shardwise.weights.state.stored_ranges import extent_of, owned_pieces, pairs_of
+from shardwise.weights.state.stored_ranges import make_extent, owned_pieces, pairs_of
 
 #: Prefix of the names of averages in checkpoints.
 _AVERAGE = "average/"
@@ -158,7 +158,7 @@ class ExponentialMovingAverage:
         engine = self._idle_engine("owned_extents")
         found: Pairs = []
         for name, (rows, average) in self._row_sharded(engine).items():
-            found.append((extent_of(f"{_AVERAGE}{name}", average, rows.shape, slice_of(rows)), average))
+            found.append((make_extent(f"{_AVERAGE}{name}", average, rows.shape, slice_of(rows)), average))
         for group, average in self._pairs():
             found += pairs_of(group, owned_pieces(engine, group), average, _AVERAGE)
         return found
@@ -177,7 +177,7 @@ class ExponentialMovingAverage:
             extents += pairs_of(group, group.pieces, made[-1], _AVERAGE)
         for name, (rows, average) in self._row_sharded(engine).items():
             made.append(torch.zeros_like(average))
-            extents.append((extent_of(f"{_AVERAGE}{name}", made[-1], rows.shape, slice_of(rows)), made[-1]))
+            extents.append((make_extent(f"{_AVERAGE}{name}", made[-1], rows.shape, slice_of(rows)), made[-1]))
         return made, extents
 
     def install(self, fresh: list[Tensor], settings: dict[str, Any]) -> None:

@@ -174,7 +174,7 @@ def _gaps(name: str, numel: int, ranges: list[tuple[int, int, int]]) -> list[str
 
 
 @torch.no_grad()
-def gather(
+def gather_ranges(
     comm: Comm, stored: Sequence[StoredRanges], metadata: Sequence[RankMetadata], make: _Make | None = None
 ) -> dict[str, Tensor]:
     """Gather the ranges of all ranks into full tensors on rank 0.
@@ -231,7 +231,7 @@ def _receive_into(comm: Comm, extent: Extent, full: Extent, into: Tensor, *, sou
 
 
 @torch.no_grad()
-def scatter(
+def scatter_ranges(
     comm: Comm,
     stored: Sequence[StoredRanges],
     metadata: Sequence[RankMetadata],

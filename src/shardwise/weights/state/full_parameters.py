@@ -27,7 +27,7 @@ from shardwise.engine.unit import Unit
 from shardwise.spec.errors import StateError
 from shardwise.spec.order import EntryPoint
 from shardwise.spec.slice import slice_of
-from shardwise.weights.state.extents import gather, gather_metadata, scatter
+from shardwise.weights.state.extents import gather_metadata, gather_ranges, scatter_ranges
 from shardwise.weights.state.stored_ranges import gathered_pieces, of_group
 
 
@@ -109,7 +109,7 @@ def full_parameters(
             metadata, _ = gather_metadata(engine.comms.world, stored_ranges, lambda _: None)
             values = {name: view for each in shown if each.group in groups for name, view in each.views.items()}
             names = [spec.name for group in groups for spec in group.layout.params]
-            scatter(engine.comms.world, stored_ranges, metadata, values, names)
+            scatter_ranges(engine.comms.world, stored_ranges, metadata, values, names)
         if writeback or mode.has_computed:
             engine.invalidate()
 
@@ -191,7 +191,7 @@ def _show(engine: Engine, groups: Sequence[Group], mode: ShownMode, *, offload_t
     if to_root:
         stored_ranges = [of_group(group, gathered_pieces(engine, group)) for group in to_root]
         metadata, _ = gather_metadata(engine.comms.world, stored_ranges, lambda _: None)
-        gather(engine.comms.world, stored_ranges, metadata, lambda extent: views[extent.name])
+        gather_ranges(engine.comms.world, stored_ranges, metadata, lambda extent: views[extent.name])
     for group in groups:
         full = on_root.get(group) if group in to_root else gather_group(group)
         yield _Shown(group, full if is_root or not mode.is_on_root_only else None, mode, offload_to_cpu=offload_to_cpu)

@@ -20,8 +20,8 @@ from shardwise.weights.state.extents import (
     decode_extent,
     empty,
     encode_extent,
-    gather,
     gather_metadata,
+    gather_ranges,
     refuse_gaps,
     whole_extent,
 )
@@ -113,7 +113,7 @@ class Units:
         for unit in self._names:
             own = [each for each in self._stored if each.unit == unit]
             of_unit = [RankMetadata([one for one in each.stored if one[0] == unit], None) for each in self._metadata]
-            yield gather(self._world, own, of_unit)
+            yield gather_ranges(self._world, own, of_unit)
 
 
 def _owned(engine: Engine) -> list[StoredRanges]:

@@ -16,7 +16,7 @@ from shardwise.spec.errors import StateError
 from shardwise.spec.layout import Piece
 from shardwise.spec.slice import Cut, Slice, simplest, slice_of
 from shardwise.weights.state.full_parameters import gather_group
-from shardwise.weights.state.stored_ranges import part_of
+from shardwise.weights.state.stored_ranges import elements_of
 
 _CALL = "sw.lerp_parameters()"
 
@@ -116,7 +116,7 @@ class _Parameter(NamedTuple):
         if self.group is None or flat is None:
             return memory_order(self.parameter.detach()), Piece(0, 0, self.parameter.numel(), 0)
         piece = self.group.pieces[self.index]
-        return part_of(self.group, piece, flat), piece
+        return elements_of(self.group, piece, flat), piece
 
 
 def _cuts(part: Slice | None) -> tuple[Cut, ...]:

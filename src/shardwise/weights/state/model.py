@@ -24,13 +24,21 @@ from shardwise.engine.storage.buffers import saved_dtypes
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
-from shardwise.weights.state.extents import Pairs, RankMetadata, Targets, gather, gather_metadata, refuse_gaps, scatter
+from shardwise.weights.state.extents import (
+    Pairs,
+    RankMetadata,
+    Targets,
+    gather_metadata,
+    gather_ranges,
+    refuse_gaps,
+    scatter_ranges,
+)
 from shardwise.weights.state.stored_ranges import (
     BUFFER,
-    extent_of,
     gather_order,
     gathered_pieces,
     is_first_of_stage,
+    make_extent,
     of_group,
     of_sliced,
     of_tensor,
@@ -89,7 +97,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     stored_ranges += of_sliced(engine, lambda parameter, part: part.is_counted and is_chosen(parameter))
     stored_ranges += [of_tensor(f"{_STAGE}{key}", tensor, copies=None) for key, tensor in tensors.items()]
     metadata, _ = gather_metadata(world, stored_ranges, _refuse_partial, extra=entries)
-    full = gather(world, stored_ranges, metadata)
+    full = gather_ranges(world, stored_ranges, metadata)
     if world.rank > 0:
         return {}
     with _full_tensors_in(engine, _meta_stand_ins(engine, full) | full):
@@ -284,7 +292,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
         comms.world, stored_ranges, lambda found: _match_names(found, state, strict=strict), [aliases, _names(model)]
     )
     values = _by_first_name(metadata, state)
-    scatter(comms.world, stored_ranges, metadata, values, names)
+    scatter_ranges(comms.world, stored_ranges, metadata, values, names)
     load_extra_state(model, extra, is_stage=comms.pp is not None)
     unfilled = engine.extras.find(Unfilled)
     if unfilled is not None:
@@ -433,7 +441,7 @@ def owned_extents(model: nn.Module) -> Pairs:
     dtypes = saved_dtypes(model)
     for name, buffer in buffers.items():
         flat = buffer.detach().to(dtypes.get(name, buffer.dtype)).contiguous().view(-1)
-        found.append((extent_of(f"{BUFFER}{name}", flat, buffer.shape, None), flat))
+        found.append((make_extent(f"{BUFFER}{name}", flat, buffer.shape, None), flat))
     return found
 
 

@@ -43,13 +43,13 @@ def of_group(group: Group, pieces: Iterable[Piece] | None = None) -> StoredRange
 
     def fetch() -> tuple[Tensor, list[Tensor]]:
         flat = group.values()
-        return flat, [part_of(group, piece, flat) for piece in chosen]
+        return flat, [elements_of(group, piece, flat) for piece in chosen]
 
     extents = tuple(specs[piece.index].extent(piece.start, piece.stop, dtype=dtype) for piece in chosen)
     return StoredRanges(group.unit.name, extents, fetch, group.set_values, copies)
 
 
-def part_of(group: Group, piece: Piece, flat: Tensor) -> Tensor:
+def elements_of(group: Group, piece: Piece, flat: Tensor) -> Tensor:
     """Return the elements of ``piece`` in ``flat``, a tensor with the layout of the group's master."""
     start = piece.offset
     if not group.placements.shards_optimizer:
@@ -63,7 +63,7 @@ def pairs_of(group: Group, pieces: Iterable[Piece], flat: Tensor, prefix: str = 
     for piece in pieces:
         spec = group.layout.params[piece.index]
         extent = spec.extent(piece.start, piece.stop, name=f"{prefix}{spec.name}", dtype=dtype_name(flat.dtype))
-        found.append((extent, part_of(group, piece, flat)))
+        found.append((extent, elements_of(group, piece, flat)))
     return found
 
 
@@ -108,11 +108,11 @@ def of_tensor(
             value.copy_(content.view(value.shape))
 
     return StoredRanges(
-        f"tensor {name}", (extent_of(name, flat, value.shape, part),), lambda: (flat, [flat]), store, copies
+        f"tensor {name}", (make_extent(name, flat, value.shape, part),), lambda: (flat, [flat]), store, copies
     )
 
 
-def extent_of(name: str, flat: Tensor, shape: Sequence[int], part: Slice | None) -> Extent:
+def make_extent(name: str, flat: Tensor, shape: Sequence[int], part: Slice | None) -> Extent:
     """Return the extent of the elements in ``flat``: the full tensor of ``shape``, or the slice ``part``."""
     whole, cuts = (tuple(shape), ()) if part is None else (part.shape, simplest(part.shape, part.cuts))
     return Extent(name, whole, dtype_name(flat.dtype), 0, flat.numel(), cuts=cuts)
@@ -210,7 +210,7 @@ def ignored_extents(names: Names) -> Pairs:
     found = []
     for parameter, name in names.items():
         flat = parameter.detach().contiguous().view(-1)
-        found.append((extent_of(name, flat, parameter.shape, slice_of(parameter)), flat))
+        found.append((make_extent(name, flat, parameter.shape, slice_of(parameter)), flat))
     return found
 
 
