@@ -50,7 +50,7 @@ def batch(count=7):
 
 def in_order(plain, chunks):
     """Each chunk after the other; buffers are those after the first."""
-    outputs, kept = [], None
+    outputs, buffers = [], None
     before = {name: buffer.clone() for name, buffer in plain.named_buffers()}
     for chunk in chunks:
         for name, buffer in plain.named_buffers():
@@ -58,8 +58,8 @@ def in_order(plain, chunks):
         output = plain(chunk)
         output.square().sum().backward()
         outputs.append(output.detach())
-        kept = kept or {name: buffer.clone() for name, buffer in plain.named_buffers()}
-    return torch.cat(outputs), kept
+        buffers = buffers or {name: buffer.clone() for name, buffer in plain.named_buffers()}
+    return torch.cat(outputs), buffers
 
 
 @DEVICES
@@ -67,7 +67,7 @@ def in_order(plain, chunks):
 def test_outputs_gradients_and_buffers_are_bitwise_those_of_the_chunks_in_order(devices, count):
     x = batch(count)
     plain, model = Net(), sw.DataParallel(Net(), devices)
-    expected, kept = in_order(plain, x.chunk(len(devices)))
+    expected, buffers = in_order(plain, x.chunk(len(devices)))
     got = model(x)
     assert torch.equal(got, expected)
     got.square().sum().backward()
@@ -75,12 +75,12 @@ def test_outputs_gradients_and_buffers_are_bitwise_those_of_the_chunks_in_order(
         assert (a.grad is None) == (b.grad is None), name
         assert a.grad is None or torch.equal(a.grad, b.grad), name
     for name, buffer in model.module.named_buffers():
-        assert torch.equal(buffer, kept[name]), name
+        assert torch.equal(buffer, buffers[name]), name
     model.eval()
     plain.eval()
     with torch.no_grad():
         for name, buffer in plain.named_buffers():
-            buffer.copy_(kept[name])
+            buffer.copy_(buffers[name])
         assert torch.equal(model(x), torch.cat([plain(chunk) for chunk in x.chunk(len(devices))]))
 
 
@@ -89,9 +89,9 @@ def test_training_goes_on_from_step_to_step():
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, model)]
     for step in range(3):
         x = batch(8 + step)
-        _, kept = in_order(plain, x.chunk(2))
+        _, buffers = in_order(plain, x.chunk(2))
         for name, buffer in plain.named_buffers():
-            buffer.copy_(kept[name])
+            buffer.copy_(buffers[name])
         model(x).square().sum().backward()
         for optimizer in optimizers:
             optimizer.step()

@@ -90,8 +90,8 @@ def test_transformers_loads_what_any_layout_exports(tmp_path: Path) -> None:
         sw.export(tmp_path / name, model, max_shard_bytes=40_000)
         if distributed.get_rank():
             continue
-        found, said = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
-        assert not any(said.values()), (name, said)
+        found, info = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not any(info.values()), (name, info)
         assert len(list((tmp_path / name).glob("model-*-of-*.safetensors"))) > 1
         assert all(path.stat().st_size < 70_000 for path in (tmp_path / name).glob("*-of-*")), name
         expected = logits(of_family(name))
@@ -189,8 +189,8 @@ def test_a_run_is_exported_from_its_files_alone(tmp_path: Path, capsys: pytest.C
     found = AutoModelForCausalLM.from_pretrained(plain)
     prompt = torch.tensor([tokenizer.encode("def main")])
     assert main(["generate", str(run), "--prompt=def main", "--max-new-tokens=8", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found.generate(prompt, max_new_tokens=8, do_sample=False)[0].tolist()[8:] == told["tokens"]
+    output = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found.generate(prompt, max_new_tokens=8, do_sample=False)[0].tolist()[8:] == output["tokens"]
     halved = AutoModelForCausalLM.from_pretrained(average)
     assert halved.dtype is torch.bfloat16
     pairs = list(zip(found.parameters(), halved.parameters(), strict=True))
@@ -228,9 +228,9 @@ def test_of_a_model_with_adapters_the_active_one_is_written_by_itself_or_merged(
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for a name of before
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
-    held = {name: value for name, value in loaded.state_dict().items() if "lora" in name}
-    assert len(held) == 2 * 2 * 2
-    assert all(torch.equal(value, state[name]) for name, value in held.items())
+    adapter = {name: value for name, value in loaded.state_dict().items() if "lora" in name}
+    assert len(adapter) == 2 * 2 * 2
+    assert all(torch.equal(value, state[name]) for name, value in adapter.items())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     for name, value in loaded.merge_and_unload().state_dict().items():
         assert torch.equal(value, merged[name]), name

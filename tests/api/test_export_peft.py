@@ -55,13 +55,13 @@ def build(method, whole, base):
     torch.manual_seed(0)
     if whole == "head":  # peft trains a new classification head whole without being asked
         config = transformers.LlamaConfig(**SIZES, num_labels=3, pad_token_id=0)
-        model, kind, asked = transformers.LlamaForSequenceClassification(config), "SEQ_CLS", {}
+        model, kind, extra = transformers.LlamaForSequenceClassification(config), "SEQ_CLS", {}
     else:
         model, kind = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), "CAUSAL_LM"
-        asked = {"modules_to_save": ["lm_head"]} if whole == "asked" else {}
+        extra = {"modules_to_save": ["lm_head"]} if whole == "asked" else {}
     model.save_pretrained(base)
     name, options = METHODS[method]
-    return peft.get_peft_model(model, getattr(peft, name)(task_type=kind, **options, **asked))
+    return peft.get_peft_model(model, getattr(peft, name)(task_type=kind, **options, **extra))
 
 
 def logits(model):

@@ -105,19 +105,21 @@ def test_saved_bytes_are_what_autograd_holds_between_forward_and_backward(dtype:
         gc.collect()
         before = count.live_bytes
         loss = forward_loss(model, (batch, batch))
-        held = count.live_bytes - before - loss.untyped_storage().nbytes()
+        live = count.live_bytes - before - loss.untyped_storage().nbytes()
     count.forget()
-    assert saved == pytest.approx(held, rel=2e-3)
+    assert saved == pytest.approx(live, rel=2e-3)
 
 
 def test_recomputed_blocks_keep_their_inputs_and_autograd_agrees() -> None:
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     plain = sw.trace_model(sw.models.gpt("gpt-tiny", device="meta"), (tokens, tokens)).narrow[1]
     recomputed = sw.models.gpt("gpt-tiny", device="meta", activation_checkpointing=True)
-    kept = sw.trace_model(recomputed, (tokens, tokens)).narrow
+    checked = sw.trace_model(recomputed, (tokens, tokens)).narrow
     assert plain.kept_bytes("full") == plain.input_bytes == plain.stream_bytes == 2 * 2 * 32 * 64
     assert plain.kept_bytes("full") < plain.kept_bytes("selective") < plain.kept_bytes("none")
-    assert sum(unit.count * unit.saved_bytes for unit in kept[1:-1]) == 0  # what checkpoint keeps is the unit's input
+    assert (
+        sum(unit.count * unit.saved_bytes for unit in checked[1:-1]) == 0
+    )  # what checkpoint keeps is the unit's input
 
 
 def test_the_module_is_afterwards_what_it_was() -> None:
@@ -225,13 +227,13 @@ def test_an_estimate_takes_a_trace_in_place_of_a_shape_and_scales_it_to_the_micr
     model = sw.models.gpt("gpt-tiny", device="meta")
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     found, shape = sw.trace_model(model, (tokens, tokens)), sw.ModelShape.from_config(model.config)
-    asked = workload(micro_batch=6, global_batch=48)
-    for counted, computed in zip(model_work(found, PLAIN, asked), model_work(shape, PLAIN, asked), strict=True):
+    job = workload(micro_batch=6, global_batch=48)
+    for counted, computed in zip(model_work(found, PLAIN, job), model_work(shape, PLAIN, job), strict=True):
         assert counted.flops == computed.flops
         if counted.name == "block0":
             assert computed.saved_bytes == pytest.approx(counted.saved_bytes, rel=1e-3)
     cluster = Cluster(gpu="H100-80GB-SXM", num_gpus=8)
-    made = estimate(found, sw.ParallelPlan(strategy="zero3"), cluster, asked)
+    made = estimate(found, sw.ParallelPlan(strategy="zero3"), cluster, job)
     assert made.memory.allocated_bytes > 0
     assert made.step_time_s > 0
 
@@ -291,7 +293,7 @@ def test_the_width_that_is_named_is_the_one_whose_padding_was_estimated() -> Non
     """A convolution's field follows from its channels, and classes cost little."""
     cluster = Cluster(gpu="H100-80GB-SXM", num_gpus=1)
 
-    def said(model: nn.Module, batch: torch.Tensor) -> tuple[float, list[str]]:
+    def loss_and_names(model: nn.Module, batch: torch.Tensor) -> tuple[float, list[str]]:
         found = sw.trace_model(model, batch, lambda out, _: out.sum())
         work = workload(seq_len=1, global_batch=len(batch), micro_batch=len(batch))
         made = estimate(found, PLAIN, cluster, work)
@@ -305,9 +307,9 @@ def test_the_width_that_is_named_is_the_one_whose_padding_was_estimated() -> Non
         images = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 1000))
         rows = torch.empty(1 << 14, 768)
         (_, no_images), (_, (text,)), (padded_s, _) = (
-            said(images, image),
-            said(wide(1001), rows),
-            said(wide(1024), rows),
+            loss_and_names(images, image),
+            loss_and_names(wide(1001), rows),
+            loss_and_names(wide(1024), rows),
         )
     assert no_images == []
     assert text.startswith("A layer's width of 1,001 is not a multiple of 64")

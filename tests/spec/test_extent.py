@@ -54,10 +54,10 @@ def some_extents(draw: st.DrawFn) -> tuple[Extent, Extent]:
                 ranges = list(zip(marks[::2], marks[1::2], strict=False))
                 cuts.append(Cut(dim, tuple(draw(st.permutations(ranges)))))
         cuts = simplest(shape, cuts)
-        held = Extent("w", shape, "fp32", 0, 0, None if stride is None else tuple(stride), cuts)
-        start = draw(st.integers(0, held.slice_numel))
-        stop = draw(st.integers(start, held.slice_numel))
-        found.append(Extent("w", shape, "fp32", start, stop, held.stride, cuts))
+        source = Extent("w", shape, "fp32", 0, 0, None if stride is None else tuple(stride), cuts)
+        start = draw(st.integers(0, source.slice_numel))
+        stop = draw(st.integers(start, source.slice_numel))
+        found.append(Extent("w", shape, "fp32", start, stop, source.stride, cuts))
     return found[0], found[1]
 
 
@@ -109,10 +109,10 @@ def test_a_tensor_cut_into_too_many_parts_is_refused(monkeypatch: pytest.MonkeyP
 def test_the_cost_does_not_grow_with_the_rows() -> None:
     """Columns of half of 50 million rows, wanted by another degree, are three blocks found at once."""
     rows, columns = 50_000_000, 64
-    held = Extent("w", (rows, columns), "fp32", 5, rows * 16 - 3, cuts=(Cut(1, ((16, 48),)),))
+    source = Extent("w", (rows, columns), "fp32", 5, rows * 16 - 3, cuts=(Cut(1, ((16, 48),)),))
     wanted = Extent("w", (rows, columns), "fp32", 0, rows * 16, cuts=(Cut(1, even_ranges(columns, 4, 1)),))
     begin = time.perf_counter()
-    blocks = shared(held, wanted)
+    blocks = shared(source, wanted)
     assert time.perf_counter() - begin < 0.05
     assert sum(block.numel for block in blocks) == (rows // 2 - 1) * 16 + 11
     assert len(blocks) == 3

@@ -49,13 +49,13 @@ def model(preset, world, *, root=ROOT, blocks=(BLOCK,) * NUM_BLOCKS, dtype="fp32
     ],
 )
 def test_even_shapes_give_zeros_table_in_single_precision_plus_headers(preset, world, parameters, gradients, optimizer):
-    held = footprint(model(preset, world), rank=0)
+    result = footprint(model(preset, world), rank=0)
     units = NUM_BLOCKS + 1
     # One header of 64 elements for each slice that is held; an all-reduced buffer has one of 64 n.
     slices = 1 if PRESETS[preset].pools_gradients else world
-    assert held.parameters == parameters(world) * PSI
-    assert held.gradients == gradients(world) * PSI + 4 * HEADER * slices * units
-    assert held.optimizer == optimizer(world) * PSI + 4 * sum(
+    assert result.parameters == parameters(world) * PSI
+    assert result.gradients == gradients(world) * PSI + 4 * HEADER * slices * units
+    assert result.optimizer == optimizer(world) * PSI + 4 * sum(
         1 for group in model(preset, world) if not group.placements.shards_optimizer or group.layout.owned(0)
     )
 
@@ -79,18 +79,18 @@ def test_zeros_published_table_follows_from_the_same_shares(billions, world, sta
     """Each category's share of its whole is that of the table; only the bytes of one element differ."""
     scale = 4 * PSI
     for preset, published in (("zero1", stage1), ("zero2", stage2), ("zero3", stage3)):
-        held = footprint(model(preset, world), rank=0)
-        parameters, gradients = held.parameters / scale, held.gradients / scale
-        optimizer = held.optimizer / (2 * scale)
+        result = footprint(model(preset, world), rank=0)
+        parameters, gradients = result.parameters / scale, result.gradients / scale
+        optimizer = result.optimizer / (2 * scale)
         mixed_gb = billions * (2 * parameters + 2 * gradients + 12 * optimizer)
         assert mixed_gb == pytest.approx(published, rel=0.02)
 
 
 def test_one_rank_alone_computes_with_its_master_and_reduces_where_grad_is():
     for preset in PRESETS:
-        held = footprint(model(preset, 1), rank=0)
-        assert (held.gathered, held.reduce) == (0, 0)
-        assert held.gradients == pytest.approx(4 * PSI, rel=1e-3)
+        result = footprint(model(preset, 1), rank=0)
+        assert (result.gathered, result.reduce) == (0, 0)
+        assert result.gradients == pytest.approx(4 * PSI, rel=1e-3)
 
 
 @pytest.mark.parametrize("world", [2, 8])
@@ -104,8 +104,8 @@ def test_zero3_holds_two_blocks_and_the_root_gathered(world):
 @pytest.mark.parametrize("preset", ["zero2", "shard_grad_op", "zero3"])
 @pytest.mark.parametrize("world", [2, 8])
 def test_pooled_gradients_take_one_block_as_a_reduction_is_waited_for_before_the_next_unit_collects(preset, world):
-    held = reduce_bytes(model(preset, world), rank=0, has_receive_buffers=False)
-    assert held == 4 * (BLOCK + HEADER * world)
+    result = reduce_bytes(model(preset, world), rank=0, has_receive_buffers=False)
+    assert result == 4 * (BLOCK + HEADER * world)
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1"])
@@ -152,8 +152,8 @@ def test_receive_buffers_that_turn_out_too_small_are_replaced():
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_all_gradient_buffers_but_one_are_on_their_way_while_it_is_filled(limit):
-    held = reduce_bytes(model("zero3", 2), rank=0, num_gradient_buffers=limit, has_receive_buffers=False)
-    assert held == 4 * max(limit - 1, 1) * (BLOCK + 2 * HEADER)
+    result = reduce_bytes(model("zero3", 2), rank=0, num_gradient_buffers=limit, has_receive_buffers=False)
+    assert result == 4 * max(limit - 1, 1) * (BLOCK + 2 * HEADER)
 
 
 @given(
@@ -180,10 +180,10 @@ def test_optimizers_with_less_state_take_less():
 def test_frozen_units_have_neither_gradients_nor_state():
     groups = model("zero3", 2, frozen=(1, 2))
     trained = footprint(model("zero3", 2, blocks=(BLOCK,) * (NUM_BLOCKS - 2)), rank=0)
-    held = footprint(groups, rank=0)
-    assert (held.gradients, held.optimizer, held.reduce) == (trained.gradients, trained.optimizer, trained.reduce)
-    assert held.parameters == trained.parameters + 2 * 2 * BLOCK
-    assert held.gathered == 4 * (2 * BLOCK + ROOT)
+    result = footprint(groups, rank=0)
+    assert (result.gradients, result.optimizer, result.reduce) == (trained.gradients, trained.optimizer, trained.reduce)
+    assert result.parameters == trained.parameters + 2 * 2 * BLOCK
+    assert result.gathered == 4 * (2 * BLOCK + ROOT)
 
 
 def test_of_blocks_of_different_sizes_the_largest_two_neighbours_are_there_together():
@@ -198,9 +198,9 @@ def test_of_blocks_of_different_sizes_the_largest_two_neighbours_are_there_toget
 
 @pytest.mark.parametrize(("dtype", "num_bytes"), [("fp64", 8), ("bf16", 2)])
 def test_other_dtypes_weigh_what_their_elements_weigh(dtype, num_bytes):
-    held = footprint(model("zero3", 2, dtype=dtype), rank=0)
-    assert held.parameters == num_bytes * PSI // 2
-    assert held.gathered == num_bytes * (2 * BLOCK + ROOT)
+    result = footprint(model("zero3", 2, dtype=dtype), rank=0)
+    assert result.parameters == num_bytes * PSI // 2
+    assert result.gathered == num_bytes * (2 * BLOCK + ROOT)
 
 
 @given(st.integers(1, 1 << 40))
@@ -211,10 +211,10 @@ def test_a_size_class_is_at_most_an_eighth_larger(numel):
 
 
 def test_a_footprint_adds_up_and_shows_its_categories():
-    held = Footprint(parameters=1000, gradients=2, optimizer=3, gathered=4, reduce=5)
-    assert held.total == 1014
-    assert sum(held.as_dict().values()) == held.total
-    assert list(held.as_dict()) == [field.name for field in dataclasses.fields(Footprint)]
-    assert str(held) == (
+    result = Footprint(parameters=1000, gradients=2, optimizer=3, gathered=4, reduce=5)
+    assert result.total == 1014
+    assert sum(result.as_dict().values()) == result.total
+    assert list(result.as_dict()) == [field.name for field in dataclasses.fields(Footprint)]
+    assert str(result) == (
         "parameters 1,000, gradients 2, optimizer 3, gathered 4, reduce 5; 1,014 in all, before activations"
     )

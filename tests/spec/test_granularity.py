@@ -67,12 +67,12 @@ def test_what_is_whole_under_one_granularity_is_whole_under_those_that_cover_it(
 def test_what_tensor_parallelism_leaves_keeps_rows_or_blocks_or_nothing_whole():
     columns, rows = Slice((6, 4), (Cut(1, ((0, 2),)),)), Slice((6, 4), (Cut(0, ((2, 4),)),))
     whole, expert = Slice((6, 4), (Cut(0, ((0, 6),)),)), Slice((4, 6, 2), (Cut(0, ((1, 2),)),), is_expert=True)
-    kept = {
+    allowed = {
         "columns": [keeps(columns, needed) for needed in (ELEMENT, ROW, TENSOR, None, block(4))],
         "rows": [keeps(rows, needed) for needed in (ELEMENT, ROW, TENSOR, None, block(4), block(16))],
         "expert": [keeps(expert, needed) for needed in (ELEMENT, ROW, TENSOR, None, block(4), block(24))],
     }
-    assert kept == {
+    assert allowed == {
         "columns": [True, False, False, False, False],
         "rows": [True, True, False, False, True, False],
         "expert": [True, True, False, False, True, False],
@@ -188,9 +188,9 @@ def test_llamas_parameters_are_balanced_over_the_whole_model_where_no_single_one
     units = [root, *[layer] * 32]
     owners = iter(assign([math.prod(shape) for unit in units for shape in unit], 8))
     layouts = [layout_of(unit, 8, TENSOR, owners=[next(owners) for _ in unit]) for unit in units]
-    held = rank_bytes(layouts)
-    assert sum(held) == 4 * sum(layout.logical_numel for layout in layouts)
-    assert max(held) * 8 < 1.01 * sum(held)
+    sizes = rank_bytes(layouts)
+    assert sum(sizes) == 4 * sum(layout.logical_numel for layout in layouts)
+    assert max(sizes) * 8 < 1.01 * sum(sizes)
     assert max(rank_bytes(layouts[1:2])) * 8 > 2 * sum(rank_bytes(layouts[1:2]))  # of one layer alone it is not
 
 

@@ -79,11 +79,11 @@ def test_what_a_policy_covers() -> None:
 @given(st.lists(st.integers(0, 1000), max_size=40), st.floats(0.01, 1.0))
 def test_a_ratio_chooses_units_whose_bytes_come_to_it(sizes: list[int], ratio: float) -> None:
     chosen = choose(sizes, ratio)
-    held = sum(size for size, is_chosen in zip(sizes, chosen, strict=True) if is_chosen)
-    assert abs(held - ratio * sum(sizes)) <= max(sizes, default=0) / 2 + 1e-6
+    offloaded = sum(size for size, is_chosen in zip(sizes, chosen, strict=True) if is_chosen)
+    assert abs(offloaded - ratio * sum(sizes)) <= max(sizes, default=0) / 2 + 1e-6
     assert not any(is_chosen for size, is_chosen in zip(sizes, chosen, strict=True) if not size)
     if ratio == 1:
-        assert held == sum(sizes)
+        assert offloaded == sum(sizes)
 
 
 def test_a_ratio_spreads_its_choice_over_the_model() -> None:
@@ -94,7 +94,7 @@ def test_a_ratio_spreads_its_choice_over_the_model() -> None:
 PSI = 1 << 20
 
 
-def held(preset: str, policy: OffloadPolicy | None, *, compute: str | None = None, world: int = 4):
+def bytes_of(preset: str, policy: OffloadPolicy | None, *, compute: str | None = None, world: int = 4):
     row = PRESETS[preset]
     layout = GroupLayout.build([ParamSpec("p", (PSI,))], world)
     group = GroupFacts(0, layout, row, 0, reshards=False, is_trainable=True, compute_dtype=compute)
@@ -107,7 +107,7 @@ def held(preset: str, policy: OffloadPolicy | None, *, compute: str | None = Non
 def test_the_host_takes_master_gradient_and_state_and_the_device_what_the_row_needs() -> None:
     header = 256
     for preset, shares in (("zero3", 4), ("shard_grad_op", 4), ("zero2", 4), ("zero1", 4), ("ddp", 1)):
-        plain, moved = held(preset, None), held(preset, OffloadPolicy())
+        plain, moved = bytes_of(preset, None), bytes_of(preset, OffloadPolicy())
         headers = header if shares == 4 else 4 * header
         assert moved.host == 16 * PSI // shares + headers + 4  # 4 each: master, gradient, two states; Adam's step
         assert moved.optimizer == 0
@@ -122,8 +122,8 @@ def test_the_host_takes_master_gradient_and_state_and_the_device_what_the_row_ne
 
 
 def test_with_casts_the_device_stages_masters_and_may_keep_its_shard() -> None:
-    plain, moved = held("zero3", None, compute="bf16"), held("zero3", OffloadPolicy(), compute="bf16")
+    plain, moved = bytes_of("zero3", None, compute="bf16"), bytes_of("zero3", OffloadPolicy(), compute="bf16")
     assert moved.gathered == plain.gathered + 4 * PSI // 4  # the stage, of the largest shard
-    stays = held("zero3", OffloadPolicy(parameters=False), compute="bf16")
+    stays = bytes_of("zero3", OffloadPolicy(parameters=False), compute="bf16")
     assert stays.parameters == 2 * PSI // 4
     assert stays.host == moved.host

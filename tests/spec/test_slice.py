@@ -11,8 +11,8 @@ from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import Cut, Slice, even_ranges
 
 
-def taken(whole: np.ndarray, held: Slice) -> np.ndarray:
-    for cut in held.cuts:
+def sliced(whole: np.ndarray, part_slice: Slice) -> np.ndarray:
+    for cut in part_slice.cuts:
         index = np.concatenate([np.arange(start, stop) for start, stop in cut.ranges])
         whole = np.take(whole, index, axis=cut.dim)
     return whole
@@ -24,11 +24,11 @@ def test_the_slices_of_all_ranks_make_the_whole(parts: int, blocks: int, width: 
     whole = np.arange(rows * columns).reshape(rows, columns)
     rebuilt = np.full_like(whole, -1)
     for part in range(parts):
-        held = Slice(whole.shape, (Cut(1, even_ranges(columns, parts, part, blocks=blocks)),))
-        local = taken(whole, held)
-        assert local.shape == held.local_shape
-        assert local.size == held.numel
-        for logical, here in held.boxes():
+        part_slice = Slice(whole.shape, (Cut(1, even_ranges(columns, parts, part, blocks=blocks)),))
+        local = sliced(whole, part_slice)
+        assert local.shape == part_slice.local_shape
+        assert local.size == part_slice.numel
+        for logical, here in part_slice.boxes():
             inside = tuple(slice(*side) for side in logical)
             assert (rebuilt[inside] == -1).all()
             rebuilt[inside] = local[tuple(slice(*side) for side in here)]
@@ -37,13 +37,13 @@ def test_the_slices_of_all_ranks_make_the_whole(parts: int, blocks: int, width: 
 
 def test_two_dimensions_cut() -> None:
     whole = np.arange(4 * 3 * 8).reshape(4, 3, 8)
-    held = Slice(whole.shape, (Cut(0, ((2, 4),)), Cut(2, ((0, 2), (4, 6)))))
-    assert held.local_shape == (2, 3, 4)
-    assert len(list(held.boxes())) == 2
-    rebuilt = np.zeros(held.local_shape, whole.dtype)
-    for logical, here in held.boxes():
+    part_slice = Slice(whole.shape, (Cut(0, ((2, 4),)), Cut(2, ((0, 2), (4, 6)))))
+    assert part_slice.local_shape == (2, 3, 4)
+    assert len(list(part_slice.boxes())) == 2
+    rebuilt = np.zeros(part_slice.local_shape, whole.dtype)
+    for logical, here in part_slice.boxes():
         rebuilt[tuple(slice(*side) for side in here)] = whole[tuple(slice(*side) for side in logical)]
-    assert (rebuilt == taken(whole, held)).all()
+    assert (rebuilt == sliced(whole, part_slice)).all()
 
 
 def test_of_copies_the_first_counts() -> None:

@@ -62,9 +62,9 @@ def test_what_a_probe_sees_is_what_happened_and_what_is_predicted(name: str) -> 
         assert found["states"]
         assert found["grads"]
         assert found["collectives"]
-        held, predicted = found["bytes"]
-        assert held.keys() == predicted.keys()
-        assert held == predicted
+        measured, predicted = found["bytes"]
+        assert measured.keys() == predicted.keys()
+        assert measured == predicted
         assert found["open"] == 0
         assert found["updates"] == 2
         assert set(found["orders"]) == {"forward", "evaluation", "other", "backward"}
@@ -81,9 +81,9 @@ def test_what_a_probe_sees_is_what_happened_and_what_is_predicted(name: str) -> 
 def look_at_extents() -> bool:
     plain = models.build("gpt")
     whole = {key: value.detach().clone() for key, value in plain.named_parameters()}
-    held = probe(sw.parallelize(plain, sw.ParallelPlan(tp=2))).extents()
-    assert any(extent.cuts for extent, _ in held)
-    return all(torch.equal(part_of(extent, whole[extent.name]), values) for extent, values in held)
+    extents = probe(sw.parallelize(plain, sw.ParallelPlan(tp=2))).extents()
+    assert any(extent.cuts for extent, _ in extents)
+    return all(torch.equal(part_of(extent, whole[extent.name]), values) for extent, values in extents)
 
 
 def test_the_part_of_an_extent_is_what_a_rank_holds_of_it():
@@ -101,9 +101,9 @@ def accumulate() -> tuple[bool, bool, bool]:
         assert seen.reducing == ()
         assert {(shard.waits, shard.grad is None) for shard in seen.shards} == {(not is_last, not is_last)}
     names, engine = tuple(unit.name for unit in seen.units), seen.weak_references()
-    assert all(held() is not None for held in engine)
+    assert all(reference() is not None for reference in engine)
     del model, seen
-    return waits[0] == names, waits[1] == (), all(held() is None for held in engine)
+    return waits[0] == names, waits[1] == (), all(reference() is None for reference in engine)
 
 
 def test_sums_wait_until_they_are_reduced_and_the_engine_goes_with_its_model():

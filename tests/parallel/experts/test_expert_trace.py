@@ -135,8 +135,8 @@ def record_stacked() -> tuple[list, list, list, set]:
     everyone: list = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyone, counts)
     predicted = [tuple(collective) for collective in probe(model).predicted_collectives()]
-    held = {p: slice_of(p) for name, p in model.named_parameters() if ".experts." in name}
-    shapes = {(p.shape.numel(), mark.local_shape, mark.shape) for p, mark in held.items() if mark is not None}
+    slices = {p: slice_of(p) for name, p in model.named_parameters() if ".experts." in name}
+    shapes = {(p.shape.numel(), mark.local_shape, mark.shape) for p, mark in slices.items() if mark is not None}
     return [(e.kind, e.unit, e.sent_bytes, e.axis) for e in events], predicted, everyone, shapes
 
 
@@ -247,7 +247,7 @@ def expert_numel(strategy: str, ep: int) -> tuple[int, int]:
         for name, parameter in model.named_parameters()
         if ".experts." in name
     ]
-    return sum(held for held, _ in named), sum(whole for _, whole in named)
+    return sum(measured for measured, _ in named), sum(whole for _, whole in named)
 
 
 @pytest.mark.slow
@@ -255,8 +255,8 @@ def test_bytes_of_experts_are_those_of_the_closed_form():
     whole = sum(p.numel() for name, p in build_wide().named_parameters() if ".experts." in name)
     assert whole == 3 * EXPERTS * (2 * 4 * 128 * 128 + 5 * 128)
     for found in run_on_ranks(measure, 4):
-        for strategy, (held, predicted, (owned, computed)) in found.items():
-            assert {name: size for name, size in held.items() if name in predicted} == predicted, strategy
+        for strategy, (measured, predicted, (owned, computed)) in found.items():
+            assert {name: size for name, size in measured.items() if name in predicted} == predicted, strategy
             ep = {"zero3": 2, "ddp": 4, "zero1": 2}[strategy]
             assert computed == whole // ep
             assert owned == whole // 4  # of 4 ranks; under ddp because no two ranks hold the same experts

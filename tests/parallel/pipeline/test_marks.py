@@ -26,10 +26,10 @@ class Net(nn.Module):
 
     def forward(self, ids):
         x = self.embedding(ids)
-        kept = self.early(x)
+        early = self.early(x)
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.logits(self.late(self.norm(x), kept)).flatten(0, 1), ids.flatten())
+        return F.cross_entropy(self.logits(self.late(self.norm(x), early)).flatten(0, 1), ids.flatten())
 
     def early(self, x):
         return None
@@ -45,8 +45,8 @@ class Detached(Net):
     def early(self, x):
         return x.detach()
 
-    def late(self, x, kept):
-        return x + kept
+    def late(self, x, early):
+        return x + early
 
 
 class OfData(Detached):
@@ -59,34 +59,34 @@ class WithoutGrad(Net):
         with torch.no_grad():
             return x.abs().mean((1, 2), keepdim=True)
 
-    def late(self, x, kept):
-        return x * kept
+    def late(self, x, early):
+        return x * early
 
 
 class Masked(Net):
     def early(self, x):
         return x > 0
 
-    def late(self, x, kept):
-        return torch.where(kept, x, -x)
+    def late(self, x, early):
+        return torch.where(early, x, -x)
 
 
 class Sorted(Net):
     def early(self, x):
         return x.sum(-1).argsort(-1)
 
-    def late(self, x, kept):
-        return x.gather(1, kept[..., None].expand_as(x))
+    def late(self, x, early):
+        return x.gather(1, early[..., None].expand_as(x))
 
 
 class Written(Net):
     def early(self, x):
-        kept = torch.zeros(2, 6, 8)
-        kept[:, :3].copy_(x.detach()[:, :3])
-        return kept
+        early = torch.zeros(2, 6, 8)
+        early[:, :3].copy_(x.detach()[:, :3])
+        return early
 
-    def late(self, x, kept):
-        return x + kept
+    def late(self, x, early):
+        return x + early
 
 
 class Listed(Net):
@@ -95,16 +95,16 @@ class Listed(Net):
         torch._foreach_add_(lists, [x.detach()[0, 0], x.detach()[0, 1]])
         return lists
 
-    def late(self, x, kept):
-        return x + kept[1]
+    def late(self, x, early):
+        return x + early[1]
 
 
 class Item(Net):
     def early(self, x):
         return x.abs().mean().item()
 
-    def late(self, x, kept):
-        return x * (kept + 1)
+    def late(self, x, early):
+        return x * (early + 1)
 
 
 class List(Item):
@@ -121,8 +121,8 @@ class Equal(Net):
     def early(self, x):
         return torch.equal(x, torch.zeros_like(x))
 
-    def late(self, x, kept):
-        return x if kept else x * 2
+    def late(self, x, early):
+        return x if early else x * 2
 
 
 class Attribute(Net):
@@ -143,8 +143,8 @@ class InModule(Net):
     def early(self, x):
         return self.positive(x)
 
-    def late(self, x, kept):
-        return x * kept
+    def late(self, x, early):
+        return x * early
 
 
 class Positive(nn.Module):
@@ -184,8 +184,8 @@ class Shapes(Net):
     def early(self, x):
         return torch.ones_like(x) + x.new_zeros(x.shape, dtype=x.dtype) + torch.ones(8).to(x).expand_as(x)
 
-    def late(self, x, kept):
-        return x + kept
+    def late(self, x, early):
+        return x + early
 
 
 def test_shapes_alone_are_not_handed_on():
@@ -210,8 +210,8 @@ class OwnTable(Net):
     def early(self, x):
         return x + self.embedding.weight[0].detach()
 
-    def late(self, x, kept):
-        return x + kept
+    def late(self, x, early):
+        return x + early
 
 
 class Tied(Net):

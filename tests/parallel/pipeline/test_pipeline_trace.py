@@ -67,7 +67,7 @@ def test_messages_and_activations_in_flight_are_those_predicted():
             assert len(gathers) == len(set(gathers)) == num_units, "a unit is gathered once a step"
 
 
-def told(step, *args, **options):
+def message_of(step, *args, **options):
     try:
         step(*args, **options)
     except RankDisagreement as error:
@@ -85,10 +85,10 @@ def disagreements():
             sw.train_step(model, short)
             sw.eval_step(model, usual)
         texts = [
-            told(sw.train_step, model, short if is_odd else usual),
-            told(sw.eval_step if is_odd else sw.train_step, model, usual),
-            told(sw.train_step, model, usual, num_microbatches=4 if is_odd else 2),
-            told(sw.train_step, model.train(not is_odd), usual),
+            message_of(sw.train_step, model, short if is_odd else usual),
+            message_of(sw.eval_step if is_odd else sw.train_step, model, usual),
+            message_of(sw.train_step, model, usual, num_microbatches=4 if is_odd else 2),
+            message_of(sw.train_step, model.train(not is_odd), usual),
         ]
         found.append(texts)
         model.train()

@@ -36,23 +36,23 @@ def call(model, batch):
 
 def train(parts, batch):
     """Forward and backward through all stages; returns the loss."""
-    held, received, flow = [], {}, None
+    passes, received, flow = [], {}, None
     for stage, (model, stages) in enumerate(parts):
         flow = stages.flow(batch, call)
         forward = forward_loss if stage == len(parts) - 1 else call
         outputs = stages.run(stage, flow, received, functools.partial(forward, model, batch))
-        held.append((received, outputs))
+        passes.append((received, outputs))
         if stage < len(parts) - 1:
             received = {
                 source: tensor.detach().requires_grad_(tensor.requires_grad)
                 for source, tensor in zip(flow.boundary[stage], outputs, strict=True)
             }
-    loss = held[-1][1]
+    loss = passes[-1][1]
     loss.backward()
     for stage in reversed(range(len(parts) - 1)):
         pairs = [
-            (out, torch.zeros_like(out) if (grad := held[stage + 1][0][source].grad) is None else grad)
-            for source, out in zip(flow.boundary[stage], held[stage][1], strict=True)
+            (out, torch.zeros_like(out) if (grad := passes[stage + 1][0][source].grad) is None else grad)
+            for source, out in zip(flow.boundary[stage], passes[stage][1], strict=True)
             if out.requires_grad
         ]
         torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
@@ -141,10 +141,10 @@ def test_stages_by_name():
 
 def test_placeholders_hold_nothing_and_answer_as_the_module():
     part, _ = split(gpt(), 2)[1]
-    held = part.blocks[0]
-    assert not list(held.parameters())
-    assert held.attention.num_heads == 2
-    assert "Block of another pipeline stage" in repr(held)
+    block = part.blocks[0]
+    assert not list(block.parameters())
+    assert block.attention.num_heads == 2
+    assert "Block of another pipeline stage" in repr(block)
 
 
 class Odd(nn.Module):

@@ -32,16 +32,16 @@ class Recommender(nn.Module):
         return self.dense(self.table(ids_BN).mean(1)).square().mean()
 
 
-def lookup_bytes(rank: int, asked: Sequence[Sequence[int]], row_bytes: int) -> tuple[int, ...]:
+def lookup_bytes(rank: int, requested: Sequence[Sequence[int]], row_bytes: int) -> tuple[int, ...]:
     """The bytes that a rank sends for a lookup: counts, ids, rows, and in backward gradients of rows.
 
     Args:
         rank: The rank.
-        asked: ``asked[r][s]`` is the number of different rows of rank ``s`` that rank ``r`` looks up.
+        requested: ``requested[r][s]`` is the number of different rows of rank ``s`` that rank ``r`` looks up.
         row_bytes: Bytes of a row, and of its gradient.
     """
-    peers = [other for other in range(len(asked)) if other != rank]
-    wanted, answered = sum(asked[rank][other] for other in peers), sum(asked[other][rank] for other in peers)
+    peers = [other for other in range(len(requested)) if other != rank]
+    wanted, answered = sum(requested[rank][other] for other in peers), sum(requested[other][rank] for other in peers)
     return 8 * len(peers), 8 * wanted, row_bytes * answered, row_bytes * wanted
 
 
@@ -60,7 +60,7 @@ def sample(step: int, rank: int, world: int) -> Tensor:
     return ids_BN
 
 
-def asked(step: int, world: int) -> list[list[int]]:
+def requested(step: int, world: int) -> list[list[int]]:
     """How many different rows each rank looks up of each."""
     bounds = row_bounds(ROWS, world)
     ids = [sample(step, rank, world).unique() for rank in range(world)]
@@ -122,7 +122,7 @@ def train(strategy: str, folder: str) -> dict:
     again = sw.parallelize(Recommender(), sw.ParallelPlan(strategy=strategy, row_sharded=["table"]))
     sw.load_full_state_dict(again, whole)
     assert torch.equal(again.table.weight, model.table.weight)
-    held = probe(model).predicted_bytes()
+    predicted = probe(model).predicted_bytes()
     assert torch.is_inference_mode_enabled() is False
     with torch.no_grad():
         evaluated = model(sample(9, rank, world)).item()
@@ -134,7 +134,7 @@ def train(strategy: str, folder: str) -> dict:
         "moments": {key: value.clone() for key, value in moments.items()},
         "rows": tuple(model.table.weight.shape),
         "shown": str(sw.summary(model)),
-        "parameters": held["parameters"],
+        "parameters": predicted["parameters"],
         "evaluated": evaluated,
     }
 
@@ -178,7 +178,7 @@ def test_rows_spread_over_ranks_train_like_one_process_and_load_on_other_ranks(w
         for rank, each in enumerate(found):
             assert each["rows"] == (bounds[rank + 1] - bounds[rank], WIDTH)
             for step in range(STEPS):
-                counts, ids, rows, grads = lookup_bytes(rank, asked(step, world), 4 * WIDTH)
+                counts, ids, rows, grads = lookup_bytes(rank, requested(step, world), 4 * WIDTH)
                 assert each["sent"][step] == [("all_to_all", sent) for sent in (counts, ids, rows, grads)]
             shown = f"table: rows spread over {world} ranks, here {bounds[rank]} to {bounds[rank + 1]} of {ROWS}"
             assert shown in each["shown"]
@@ -195,8 +195,8 @@ def test_rows_spread_over_ranks_train_like_one_process_and_load_on_other_ranks(w
 
 def test_rank_0_asks_for_nothing_of_others_where_it_needs_nothing():
     """So that the bytes above have been compared where they are zero, too."""
-    assert sum(asked(1, 2)[0][1:]) == 0
-    assert lookup_bytes(0, asked(1, 2), 24)[1] == lookup_bytes(0, asked(1, 2), 24)[3] == 0
+    assert sum(requested(1, 2)[0][1:]) == 0
+    assert lookup_bytes(0, requested(1, 2), 24)[1] == lookup_bytes(0, requested(1, 2), 24)[3] == 0
 
 
 class Tied(nn.Module):

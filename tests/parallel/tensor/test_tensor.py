@@ -76,8 +76,8 @@ class Largest(TorchDispatchMode):
 
 def test_no_rank_holds_the_full_logits():
     for rank, by_head in enumerate(run_on_ranks(largest_tensors, 2)):
-        held = IDS // 2 + rank
-        assert by_head == [(POSITIONS * held, POSITIONS * IDS)] * 2
+        width = IDS // 2 + rank
+        assert by_head == [(POSITIONS * width, POSITIONS * IDS)] * 2
 
 
 @pytest.mark.long
@@ -107,11 +107,11 @@ def test_every_way_to_begin_gives_the_parts_of_the_plain_model():
         empty = sw.models.gpt("gpt-tiny", **sizes)
     for model, sync in ((other, "warn"), (deferred, "warn"), (empty, "rank0")):
         sw.parallelize(model, sw.ParallelPlan(tp=2, strategy="ddp", sync=sync))
-        held = {
+        is_right = {
             extent.name: torch.equal(part_of(extent, plain[extent.name]), values)
             for extent, values in probe(model).extents()
         }
-        found.append(all(held[name] for name, _ in model.named_parameters()))
+        found.append(all(is_right[name] for name, _ in model.named_parameters()))
     assert found == [True] * 3
 
 
@@ -213,13 +213,13 @@ def test_what_is_inside_of_a_wrapped_linear_layer_is_named():
     for path, style, small in (("up", "colwise", "second.default"), ("down", "rowwise", "first")):
         with pytest.raises(PlanError) as caught:
             plan_sharding(nn.Sequential(block), table, 2)
-        told = {f"*.{path}": "replicate", f"*.{path}.base_layer": style, f"*.{path}.{small}": style}
+        expected_plan = {f"*.{path}": "replicate", f"*.{path}.base_layer": style, f"*.{path}.{small}": style}
         assert f"'0.{path}' ({style}) with tp=2: a Adapted is not a linear layer, but has such inside" in str(
             caught.value
         )
-        assert f"tp_plan={told}." in str(caught.value)
+        assert f"tp_plan={expected_plan}." in str(caught.value)
         del table[f"0.{path}"]
-        table |= told
+        table |= expected_plan
     assert len(plan_sharding(nn.Sequential(block), table, 2).slices) == 6
 
 
@@ -227,8 +227,8 @@ def test_what_is_inside_of_a_wrapped_linear_layer_is_named():
 def test_a_vocabulary_that_no_degree_divides_is_cut_as_evenly_as_can_be(size):
     with torch.device("meta"):
         model = sw.models.gpt("gpt-nano", num_heads=4, vocab_size=50257, tied=True)
-    held = [plan_sharding(model, None, size, rank).slices[id(model.lm_head.weight)] for rank in range(size)]
-    edges = [cut.ranges[0] for part in held for cut in part.cuts]
+    slices = [plan_sharding(model, None, size, rank).slices[id(model.lm_head.weight)] for rank in range(size)]
+    edges = [cut.ranges[0] for part in slices for cut in part.cuts]
     assert [start for start, _ in edges] == [0, *(stop for _, stop in edges[:-1])]
     assert edges[-1][1] == 50257
     assert {stop - start for start, stop in edges} == {50257 // size, 50257 // size + 1}
