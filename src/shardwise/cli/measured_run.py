@@ -44,23 +44,23 @@ def _run(text: str, first: Estimate, workload: Workload, fixed: dict[str, Any]) 
             f"--measured {text}: {speed!r} is not a number of tokens/s, and no folder of a run.\n"
             "  Write for example --measured 41000, or --measured 41000,strategy=zero3,micro_batch=1."
         ) from None
-    given = read_fixed(fields, _OTHERS)
-    others = {_OTHERS[name]: given.pop(name) for name in _OTHERS if name in given}
-    if not given and not others:
+    values = read_fixed(fields, _OTHERS)
+    others = {_OTHERS[name]: values.pop(name) for name in _OTHERS if name in values}
+    if not values and not others:
         return first, tokens_per_s
     cluster = replace(first.cluster, num_gpus=others.pop("num_gpus", first.cluster.num_gpus))
-    axes = dict.fromkeys(("tp", "pp", "cp", "ep"), 1) if "strategy" in given else {}  # as in a plan that sets none
-    return search(first.shape, cluster, replace(workload, **others), **{**axes, **fixed, **given})[0], tokens_per_s
+    axes = dict.fromkeys(("tp", "pp", "cp", "ep"), 1) if "strategy" in values else {}  # as in a plan that sets none
+    return search(first.shape, cluster, replace(workload, **others), **{**axes, **fixed, **values})[0], tokens_per_s
 
 
-def read_fixed(given: list[str], others: Container[str] = ()) -> dict[str, Any]:
+def read_fixed(texts: list[str], others: Container[str] = ()) -> dict[str, Any]:
     """Parse ``field=value`` entries with values in YAML. ``others`` are accepted names besides fields of a plan."""
     import yaml
 
     from shardwise.planner.candidate import check_fixed
 
     fixed: dict[str, Any] = {}
-    for text in given:
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"--fix {text}: expected field=value.\n  Write for example --fix tp=2.")

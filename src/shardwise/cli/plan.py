@@ -407,9 +407,9 @@ def _cluster(gpu: str | None, num_gpus: int | None, per_node: int, network: floa
     from shardwise.cost.hardware import Cluster
 
     numbers = {"--gpus": (num_gpus, 8), "--gpus-per-node": (per_node, 8), "--network": (network, 400)}
-    for name, (given, default) in numbers.items():
-        if given is not None and given <= 0:
-            raise ConfigError(f"{name} {given}: expected a number above 0.\n  Set for example {name} {default}.")
+    for name, (number, default) in numbers.items():
+        if number is not None and number <= 0:
+            raise ConfigError(f"{name} {number}: expected a number above 0.\n  Set for example {name} {default}.")
     if num_gpus is not None and num_gpus > per_node and num_gpus % per_node:
         below = num_gpus // per_node * per_node
         raise ConfigError(

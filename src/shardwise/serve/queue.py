@@ -130,14 +130,14 @@ class Queue:
         """
         with self._changed:
             self._drop_cancelled()
-            taken: list[GenerationRequest] = []
+            requests: list[GenerationRequest] = []
             longest = 0
-            while self._waiting and len(taken) < max_requests:
+            while self._waiting and len(requests) < max_requests:
                 longest = max(longest, len(self._waiting[0].entry.prompt))
-                if taken and longest * (len(taken) + 1) > max_tokens:
+                if requests and longest * (len(requests) + 1) > max_tokens:
                     break
-                taken.append(self._waiting.popleft())
-            return taken
+                requests.append(self._waiting.popleft())
+            return requests
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a request arrives or the queue is closed, at most ``timeout_s``."""

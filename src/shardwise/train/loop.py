@@ -371,8 +371,8 @@ class Loop:
         if memory is not None:
             self.speed.own_peak_bytes = max(self.speed.own_peak_bytes, memory.num_bytes - self._foreign_bytes)
             if self.control.is_first and 1 <= self.speed.made_steps < MEASURED_STEPS and memory.history:
-                held = held_bytes(engine_of(self.model, "train"), self.parts.optimizers)
-                self.report.write_memory(self.step + 1, memory.history, held, memory.by_unit)
+                engine_bytes = held_bytes(engine_of(self.model, "train"), self.parts.optimizers)
+                self.report.write_memory(self.step + 1, memory.history, engine_bytes, memory.by_unit)
                 self.speed.peak_by_unit = memory.by_unit
         self.speed.made_steps += 1
         clock.stop()

@@ -103,19 +103,19 @@ def compare_with_one_process(
             "parity: streamed text has no samples by number, which the comparison takes.\n"
             "  Add --set data.streaming=false."
         )
-    if (needed := num_steps * size) > (held := data.train.num_samples):
+    if (needed := num_steps * size) > (num_samples := data.train.num_samples):
         raise DataError(
-            f"parity: {num_steps} steps of {size} samples need {needed:,}, and the data has {held:,}.\n"
+            f"parity: {num_steps} steps of {size} samples need {needed:,}, and the data has {num_samples:,}.\n"
             "  Lower --steps or train.micro_batch_size."
         )
 
     def batch(step: int) -> Any:
         if isinstance(data.train, UserSamples):
             return _check_batch(data.train.batch(range(step * size, (step + 1) * size), device), size)
-        held = to_tensors(data.train, range(step * size, (step + 1) * size), device)
-        inputs_BT = held.inputs
+        tensors = to_tensors(data.train, range(step * size, (step + 1) * size), device)
+        inputs_BT = tensors.inputs
         if config.model.hf is None:  # all tokens of conversations count here, because the mean is taken per rank
-            return inputs_BT, inputs_BT if "examples" in resolved.source.kinds else held.targets
+            return inputs_BT, inputs_BT if "examples" in resolved.source.kinds else tensors.targets
         return {"input_ids": inputs_BT, "labels": inputs_BT}  # transformers shifts the labels itself
 
     generator = torch.get_rng_state()

@@ -136,16 +136,16 @@ class StreamSampler(IterableSampler):
         if self._windows_ahead is None:
             self._windows_ahead = _prefetch(self._windows((0, 0, 0)))
         while self._num_taken >= len(self._window):
-            self._open(taken=0)
+            self._open(num_taken=0)
         self._num_taken += 1
         return self._window[self._order[self._num_taken - 1]]
 
-    def _open(self, taken: int) -> None:
+    def _open(self, num_taken: int) -> None:
         assert self._windows_ahead is not None
         self._begin, self._window = next(self._windows_ahead)
         epoch, file_index, row = self._begin
         self._order = Permutation(max(len(self._window), 1), seed=self.seed + 1 + file_index, epoch=epoch + row)
-        self._num_taken = taken
+        self._num_taken = num_taken
 
     def _windows(self, begin: tuple[int, int, int]) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
         """Yield windows from ``begin`` on, each with its start, as tokens (number of samples, seq_len + 1)."""
@@ -185,11 +185,11 @@ class StreamSampler(IterableSampler):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, on any number of ranks; reads the window again."""
         Sampler.load_state(self, state)
-        epoch, file_index, row, taken = (natural(state, key) for key in ("epoch", "place", "row", "taken"))
+        epoch, file_index, row, num_taken = (natural(state, key) for key in ("epoch", "place", "row", "taken"))
         if file_index < len(self.data.files):
             self._windows_ahead = _prefetch(self._windows((epoch, file_index, row)))
-            self._open(taken)
-        if taken > len(self._window):
+            self._open(num_taken)
+        if num_taken > len(self._window):
             raise CheckpointError(f"the checkpoint's sampler has no such place: {state}.\n  Resume from another one.")
 
 

@@ -279,10 +279,10 @@ def build_optimizer(
     """Build the optimizer over :func:`parameter_groups`: with ``factory``, else by the section's name."""
     decay = section.weight_decay
     if factory is not None:
-        made = factory([{"weight_decay": decay, **group} for group in groups], section.lr)
-        for group in made.param_groups:
+        built = factory([{"weight_decay": decay, **group} for group in groups], section.lr)
+        for group in built.param_groups:
             group.setdefault(PEAK, float(group["lr"]))
-        return made
+        return built
     if section.name == "muon":
         return sw.Muon(groups)
     if section.name == "sgd":
