@@ -30,6 +30,7 @@ from shardwise.train.data.token_files import DataError
 from shardwise.train.data.user_data import on_device, open_user_data
 from shardwise.train.parity import compare_with_one_process
 from shardwise.train.spec import load_spec
+from tests.common.tokenizers import save_model
 from tests.train import towers
 from tests.train.train_here import losses, metrics, sets, summary
 
@@ -424,6 +425,26 @@ def test_a_spec_is_planned_run_dry_and_compared_with_one_process(
     assert dry["bytes_by_category"]["activations"] > 0
     report = run_on_ranks(compared, 2, str(tmp_path))[0]
     assert report == [True, True]
+
+
+def test_a_spec_that_reads_weights_is_planned_and_run_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    save_model(tmp_path / "model", vocab_size=50)
+    (tmp_path / "mine.py").write_text(
+        "import shardwise as sw\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "samples = [{'input_ids': [1, 2, 3], 'labels': [1, 2, 3]}] * 64\n"
+        "def collate(rows):\n"
+        "    import torch\n"
+        "    return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}\n"
+        "def model(): return AutoModelForCausalLM.from_pretrained('model')\n"
+        "spec = sw.TrainSpec(model=model, data=samples, collate=collate)\n"
+    )
+    assert main(["plan", "--spec", "mine.py", "--gpus", "2", "--gpu", "H100-80GB-SXM"]) == 0
+    assert main(["dry-run", "run.yaml", "--spec", "mine.py", "--world-size", "2", "--json", "dry.json"]) == 0
+    (dry,) = json.loads((tmp_path / "dry.json").read_text())
+    assert dry["num_parameters"] > 0
 
 
 def compared(folder: str) -> list[bool]:

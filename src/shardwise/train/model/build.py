@@ -52,8 +52,13 @@ def build_model(resolved: RunConfig, device: torch.device) -> nn.Module:
     """Build the full model on ``device``, with weights from its folder or from the current random state."""
     section, lora = resolved.config.model, resolved.config.lora
     if resolved.spec.model is not None:
-        with device:
-            return resolved.spec.model()
+        try:
+            with device:
+                return resolved.spec.model()
+        except RuntimeError:
+            if device.type != "meta":
+                raise
+            return sw.deferred_init(lambda: build_model(resolved, torch.device("cpu")))  # from_pretrained refuses meta
     if section.hf is not None:
         folder = Path(section.hf).expanduser()
         model = model_from_folder(folder, reads_weights=device.type != "meta")
