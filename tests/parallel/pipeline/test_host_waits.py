@@ -35,7 +35,9 @@ def test_ranks_of_a_pipeline_agree_without_the_device():
     with comm.record() as on_device, comm.for_host.record() as on_host:
         assert StepCheck(comm, "step", "shown", b"trained").wait() > 0
         rank: Any = SimpleNamespace(_comm=comm)
-        engine: Any = SimpleNamespace(comms=SimpleNamespace(control=RecordComm("dp", rank=0, size=1), num_ranks=1))
+        engine: Any = SimpleNamespace(
+            comms=SimpleNamespace(control=RecordComm("dp", rank=0, size=1)), num_ranks_with_data=1
+        )
         engine.comms.control.device = torch.device("meta")
         mean = Pipelined.mean_loss(rank, engine, [torch.zeros((), dtype=torch.bfloat16, device="meta")])
     assert (mean.dtype, mean.device.type) == (torch.bfloat16, "meta")
