@@ -90,6 +90,16 @@ CASES = [
         {"strategy": "zero1", "pp": 2, "pipeline": "zb-h1", "activation_checkpointing": "full"},
         *(2, 4, "bf16"),
     ),
+    (
+        {**FEW_WORDS, "num_layers": 8, "hidden": 512, "seq_len": 128},
+        {"strategy": "zero1", "pp": 2, "pipeline": "zb-h1", "activation_checkpointing": "full"},
+        *(1, 2, "fp32"),
+    ),
+    (
+        {**FEW_WORDS, "num_layers": 4, "hidden": 128, "seq_len": 512, "dropout": 0.1},
+        {"strategy": "zero1", "pp": 4, "pipeline": "zb-h1", "activation_checkpointing": "full"},
+        *(4, 1, "fp32"),
+    ),
     ({**FEW_WORDS, "num_experts": 4}, {"strategy": "zero3", "ep": 2}, 2, 1, "bf16"),
     ({**FEW_WORDS, "num_experts": 8}, {"strategy": "zero3", "ep": 8}, 2, 2, "bf16"),
 ]

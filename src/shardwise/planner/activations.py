@@ -100,7 +100,7 @@ def block_saved(unit: UnitWork, block: Block | None, around: Around, recompute: 
     whole = unit.saved_bytes + scores + saved
     outputs = unit.selective_bytes + products_of_scores + products
     kept = {"none": whole, "selective": outputs, "full": unit.input_bytes}[recompute]
-    passing += 2 * around.stream(unit)
+    passing += (1 + block.has_dropout) * around.stream(unit)
     if around.cp > 1:
         passing = max(passing, _ring(unit, block, around) - 2 * unit.inner_bytes)
     more = unit.encoder_bytes

@@ -16,7 +16,7 @@ from shardwise.planner.model_states import Parameters, Rules, Runs, States, Unit
 from shardwise.planner.stage import Chain, Divide, Stage, stages
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import WrapByClass
-from shardwise.spec.shape import Block, ModelShape
+from shardwise.spec.shape import Block, Mlp, ModelShape
 
 _MIB = 1 << 20
 
@@ -277,6 +277,7 @@ def _parts(
 ) -> Iterator[tuple[Part, ...]]:
     """The units of each stage of the rank; recomputed or offloaded units are in different parts than others."""
     recompute, offload = inputs.workload.recompute, inputs.plan.activation_offload
+    every = 0 if offload is None else offload.every
     left = -(-recompute // inputs.plan.pp) if isinstance(recompute, int) else 0
     pending = deque(found.units)
     blocks = [block for _, block in inputs.shape.stacks] or [None] * len(works)  # a traced model has no blocks
@@ -292,12 +293,19 @@ def _parts(
                     left -= full * unit.blocks
                     ways = [(full, "full"), (unit.count - full, "none")]
                 for number, how in ways:
-                    away = 0 if offload is None else -(-number // offload.every)
                     saved = _merged(_saved(work, block, around, how, inputs), unit.blocks)
-                    parts += [
-                        Part(unit, n, saved, is_away) for n, is_away in ((away, True), (number - away, False)) if n
-                    ]
+                    parts += [Part(unit, n, saved, is_away) for n, is_away in _away(number, every) if n]
         yield tuple(parts)
+
+
+def _away(number: int, every: int) -> Iterator[tuple[int, bool]]:
+    """Numbers of consecutive units, and whether their activations are kept on the host: the first of ``every``."""
+    if every < 2:
+        yield number, every == 1
+        return
+    for first in range(0, number, every):
+        yield 1, True
+        yield min(every, number - first) - 1, False
 
 
 def _taken(pending: deque[Unit], num_blocks: int) -> Iterator[Unit]:
@@ -320,8 +328,13 @@ def _saved(unit: UnitWork, block: Block | None, around: Around, recompute: str, 
         kept -= accounting.drops_products * around.item * outputs
     policy = inputs.plan.pipeline_policy
     if policy is None or not policy.is_split:
-        return Saved(kept, saved.whole + more, saved.passing, saved.output)
-    terms, passing = weight_terms(unit, around), saved.passing + unit.inner_bytes / 2  # with the last layer's input
+        weight = sum(last.inner * last.columns for last in unit.products[-1:] if last.is_trained)
+        # The gradient of a weight waits for the unit's others; if layers are units, it does not.
+        passing = saved.passing + (around.stream(unit) if has_layers(inputs.plan) else around.item * weight)
+        return Saved(kept, saved.whole + more, passing, saved.output)
+    is_plain = block is not None and isinstance(block.feed_forward, Mlp) and not block.feed_forward.is_gated
+    passing = saved.passing + unit.inner_bytes / (1 if is_plain else 2)  # with the last layer's input
+    terms = weight_terms(unit, around)
     return Saved(kept, saved.whole + more, passing, saved.output, terms)
 
 

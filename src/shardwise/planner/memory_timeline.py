@@ -114,14 +114,15 @@ class Rank:
         is_weight, found = at.kind is Kind.BACKWARD_WEIGHT, 0.0
         for number, (parts, head) in enumerate(zip(self.parts, self.heads, strict=True)):
             is_own = number == at.stage
-            output = head.waits if head else _output(parts)
-            found += (at.num_stored[number] - (is_own and not is_weight)) * (self._kept(number) + output)
+            others = at.num_stored[number] - (is_own and not is_weight)
+            found += others * self._kept(number)
+            found += others * head.waits if head else at.num_stored[number] * _output(parts) * self.rules.is_pipeline
             found += (at.waiting[number] - (is_own and is_weight)) * _terms(parts)
         own = self.parts[at.stage]
         if self.rules.is_pipeline and own:
             # The last offloaded unit of the newest forward is still on the device.
             found += own[-1].neighbor_bytes if sum(at.num_stored) > 1 else 0.0
-            found += 2 * len(self.parts) * _output(own) if at.has_sums else 0.0  # messages being sent
+            found += (1 + len(self.parts)) * _output(own) if at.has_sums else 0.0  # messages
         return found
 
     def _computing(self, at: Pass) -> tuple[Part, ...]:
@@ -208,7 +209,9 @@ class Rank:
                 under_way = min(before, num_behind + behind) * unit.buffer
                 end = left + part.saved.terms
                 working = left + part.saved.whole + part.saved.passing
-                yield name, self._moment(gathered, gradients, buffers + under_way, working)
+                # Terms of the first layers are freed before the last gradient of a weight pass is made.
+                made = is_weight * max(unit.gradients - 4 * _output(self.parts[at.stage]), unit.gradients / 2)
+                yield name, self._moment(gathered, gradients + made, buffers + under_way, working)
                 if unit.blocks > 1:  # all other blocks of a merged unit have their gradients
                     most = 1 - 1 / unit.blocks
                     yield (

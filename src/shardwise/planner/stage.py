@@ -24,7 +24,8 @@ class Pass(NamedTuple):
         num_stored: For each stage of the rank, microbatches with stored activations.
         waiting: For each stage of the rank, microbatches between their input pass and the end of their weight pass.
         has_sums: Gradients of earlier microbatches exist. An input pass allocates the buffers of all gradients.
-        is_middle: The microbatch is neither the first nor the last.
+        is_middle: The microbatch is not the last, and adds its gradients to sums: those of a weight pass, or of another
+            microbatch.
     """
 
     kind: Kind
@@ -121,7 +122,7 @@ def fullest_passes(schedule: str, pp: int, num_microbatches: int, virtual: int, 
         if kind is Kind.FORWARD:
             num_stored[stage] += 1
             continue
-        is_middle = 0 < action.microbatch < walked - 1
+        is_middle = action.microbatch < walked - 1 and (action.microbatch > 0 or kind is Kind.BACKWARD_WEIGHT)
         found[Pass(kind, stage, tuple(num_stored), tuple(waiting), has_sums, is_middle)] = None
         num_stored[stage] -= kind.gives_input_gradient
         waiting[stage] += (kind is Kind.BACKWARD_INPUT) - (kind is Kind.BACKWARD_WEIGHT)
