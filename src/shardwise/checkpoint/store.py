@@ -110,8 +110,8 @@ class Latest:
         if self.path is not None:
             raise CheckpointError(
                 f"the newest checkpoint of {self.root} cannot be used:{reasons}\n"
-                f"  The newest good one is {self.path.name}; it is used only when you say so: name its folder, or say"
-                " --resume latest-good (allow_older=True in Python)."
+                f"  The newest good one is {self.path.name}; it is used only when you say so: name its folder"
+                " (`shardwise train`: --resume latest-good; in Python: allow_older=True)."
             )
         if self.rejected:
             raise CheckpointError(
