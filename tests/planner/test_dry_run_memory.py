@@ -18,6 +18,7 @@ from shardwise.planner.memory import memory_on, num_microbatches
 
 MODEL = {"num_layers": 6, "hidden": 256, "num_heads": 4, "vocab_size": 2048, "seq_len": 256, "tied": False}
 FEW_WORDS = {**MODEL, "vocab_size": 64}
+SHORT = {**MODEL, "vocab_size": 8192, "seq_len": 64}
 WORLD = 8
 NARROW = sw.PrecisionPolicy(param_dtype="bf16", reduce_dtype="bf16")
 LAYERS = {"strategy": "zero3", "auto_wrap_policy": {"by_class": ["Block", "Linear"]}}
@@ -25,6 +26,9 @@ LAYERS = {"strategy": "zero3", "auto_wrap_policy": {"by_class": ["Block", "Linea
 #: Model, plan, samples of a microbatch, microbatches, dtype.
 CASES = [
     (MODEL, {"strategy": "ddp"}, 1, 1, "bf16"),
+    ({**SHORT, "tied": True}, {"strategy": "zero3"}, 1, 1, "fp32"),
+    ({**SHORT, "tied": True}, {"strategy": "zero3", "offload_activations": True}, 1, 1, "bf16"),
+    (SHORT, {"strategy": "zero3", "activation_checkpointing": "full"}, 1, 1, "fp32"),
     (MODEL, {"strategy": "zero1"}, 1, 2, "bf16"),
     (MODEL, {"strategy": "zero1", "mp_policy": NARROW}, 1, 1, "bf16"),
     (MODEL, {"strategy": "ddp", "mp_policy": NARROW}, 1, 2, "bf16"),

@@ -357,5 +357,8 @@ def test_one_slot_is_proposed_where_activations_on_the_host_are_not_enough() -> 
     assert (made.fits, made.plan.offload_activations, made.plan.prefetch) == (True, True, (0, 0))
     without = search(find_shape("gpt-1t"), cluster, workload, **alone, backward_prefetch=1)[0]
     assert not without.fits
-    assert without.memory.allocated_bytes - made.memory.allocated_bytes == pytest.approx(2 * 12 * 25600**2, rel=0.01)
+    # A block's parameters less: then the peak is at the backward of the tied embedding, which needs three gradients.
+    assert without.memory.allocated_bytes - made.memory.allocated_bytes == pytest.approx(
+        0.71 * 2 * 12 * 25600**2, rel=0.01
+    )
     assert made.step_time_s > without.step_time_s  # gathers are waited for

@@ -238,6 +238,7 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], inputs: _Inputs) -> Rank
         parts=tuple(_parts(stage, found, blocks, inputs, around)),
         heads=(*(None for _ in stage.shares[1:]), ending),
         rules=rules,
+        is_tied=shape.is_tied,
         is_constant=accounting.states is not None,
         update_bytes=update,
         before_bytes=embedding.saved_bytes,

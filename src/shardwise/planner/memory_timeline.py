@@ -66,6 +66,7 @@ class Rank:
         parts: For each of the rank's stages the units in the order of forward.
         heads: For each of these stages the head and the loss; ``None``: another stage has them.
         rules: The engine's settings.
+        is_tied: Head and embedding have one weight, so that the head's gradient waits for the embedding's.
         is_constant: Gathered parameters, gradient buffers and gradients stay allocated, as in some other frameworks.
         update_bytes: Additional bytes during the optimizer's step.
         before_bytes: Activations of one microbatch in modules before the first unit.
@@ -77,6 +78,7 @@ class Rank:
     parts: tuple[tuple[Part, ...], ...]
     heads: tuple[HeadSaved | None, ...]
     rules: Rules
+    is_tied: bool
     is_constant: bool
     update_bytes: float = 0.0
     before_bytes: float = 0.0
@@ -176,8 +178,10 @@ class Rank:
         neighbor_bytes = max((part.neighbor_bytes for part in parts), default=0.0)
         own = neighbor_bytes if last and last.is_offloaded else 0.0
         yield "forward", self._moment(live, done, pooled, saved + others + neighbor_bytes + own + 2 * output)
-        waiting = 0.0
-        of_root = root.gradients / max(self.stage.has_embedding + self.stage.has_head, 1)
+        waiting, last_bytes = 0.0, (live, 0.0, 0.0, 0.0)
+        has_embedding, has_head = at.stage == 0 and self.stage.has_embedding, self.stage.has_head
+        is_tied = has_embedding and has_head and self.is_tied
+        of_root = root.gradients / (2 if self.stage.has_embedding and has_head and not is_tied else 1)
         if head is not None:
             logits = max(head.forward, head.backward)
             yield "loss", self._moment(live, done, pooled, saved + others + neighbor_bytes, logits)
@@ -227,6 +231,7 @@ class Rank:
                     f"{name}, its end",
                     self._moment(gathered, gradients + unit.gradients, buffers + under_way, end + 2 * output),
                 )
+                last_bytes = gathered, gradients + unit.gradients, buffers + under_way, end + output - neighbor_bytes
                 # Earlier reductions, except the newest, have ended before this unit's buffer is allocated.
                 still -= 0.0 if is_pipeline else unit.gathered
                 gathered = root.gathered + (prefetched if reshards else still) + inner
@@ -249,10 +254,12 @@ class Rank:
             late += part.count * unit.gradients
             every -= 0.0 if is_pipeline else part.count * unit.gathered
         buffer = 0.0 if has_sums and accumulation == "unsharded" else root.buffer
-        gradients = done + is_late * late + waiting + of_root * (at.stage == 0 and self.stage.has_embedding)
+        gradients = done + is_late * late + waiting + of_root * (has_embedding and not is_tied)
         gradients += 0.0 if has_sums else root.sums - root.stays
         gathered = root.gathered + every if is_pipeline else 0.0
         others += terms
+        # Autograd adds two gradients of one weight into a third.
+        yield from self._at_embedding(has_embedding * of_root * (1 + is_tied), *last_bytes)
         yield from self._before_units(done, pooled, others)
         yield "backward of the root", self._moment(gathered, gradients, pooled + buffer, others)
 
@@ -268,6 +275,13 @@ class Rank:
             return max(rules.num_gradient_buffers - 1, 1), max(rules.num_gradient_buffers - 2, 0)
         stays = rules.accumulation != "defer_replicate" and (is_added or rules.reduces_apart)
         return (2, 1) if stays else (1, 0)  # the sum over dp_replicate is computed in the buffer, or in other memory
+
+    def _at_embedding(
+        self, weight: float, gathered: float, gradients: float, reduce: float, activations: float
+    ) -> Iterator[tuple[str, Bytes]]:
+        """The gradient of the embedding, if the stage has it: the first block is reduced when backward ends."""
+        if weight and gradients:
+            yield "backward of the embedding", self._moment(gathered, gradients + weight, reduce, activations)
 
     def _before_units(self, gradients: float, pooled: float, others: float) -> Iterator[tuple[str, Bytes]]:
         """The beginning of the backward of modules before the first unit, if they have activations."""
