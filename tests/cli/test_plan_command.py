@@ -300,7 +300,7 @@ def test_the_largest_model_grows_with_what_is_sharded(capsys: pytest.CaptureFixt
     ("arguments", "message"),
     [
         (["lama-3-8b", "--gpu", "L4"], "Did you mean 'llama-3-8b'?"),
-        (["gpt2", "--gpu", "H100-80GB"], "Did you mean 'H100-80GB-SXM'?"),
+        (["gpt2", "--gpu", "H100-80GB"], "H100-80GB is one of H100-80GB-SXM, H100-80GB-PCIe"),
         (["gpt2"], "torch sees no GPU on this machine, and no --gpu was given"),
         (["--gpu", "L4"], "no model was named"),
         (["gpt2", "--gpu", "L4", "--fix", "stratgy=ddp"], "Did you mean 'strategy'?"),
@@ -310,7 +310,6 @@ def test_the_largest_model_grows_with_what_is_sharded(capsys: pytest.CaptureFixt
         (["gpt2", "--gpu", "L4", "--gpus", "0"], "--gpus 0: expected a number above 0"),
         (["gpt2", "--gpu", "A100"], "A100 is one of A100-40GB-SXM, A100-80GB-SXM"),
         (["gpt2", "--gpu", "A100-40GB-PCIe"], "Did you mean 'A100-40GB-SXM'?"),
-        (["gpt2", "--gpu", "H200"], "Did you mean 'H200-141GB-SXM'?"),
         (["gpt2", "--gpu", "L4", "--fix", "recompute=4"], "the search tries none, selective, full"),
         (["gpt2", "--gpu", "L4", "--lora", "0"], "--lora 0: expected a rank of at least 1"),
         (["gpt2", "--gpu", "L4", "--lora", "8", "--out", "p.yaml"], "adapters into Hugging Face models"),

@@ -69,6 +69,8 @@ def test_an_estimate_needs_blocks_that_the_model_has(model: str, changed: dict[s
         ("V100", "V100 is one of V100-32GB-SXM2, V100-16GB-SXM2"),
         ("H100", "H100-80GB-SXM, H100-94/96GB-HBM2e-500W, H100-80GB-PCIe, H100-94GB-NVL: name the one"),
         ("H100-80G", "Did you mean 'H100-80GB-SXM'?"),
+        ("H100 80GB", "H100 80GB is one of H100-80GB-SXM, H100-80GB-PCIe"),
+        ("A10", "Did you mean 'A10G'?"),
         ("toaster", "Known are: A100-40GB-SXM"),
     ],
 )
@@ -76,6 +78,22 @@ def test_names_of_gpus_that_are_not_known_say_which_are_meant(name: str, said: s
     with pytest.raises(ConfigError) as caught:
         find_gpu(name)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("h200", "H200-141GB-SXM"),
+        ("NVIDIA B200", "B200-180GB-SXM"),
+        ("H100-SXM", "H100-80GB-SXM"),
+        ("A100 80GB", "A100-80GB-SXM"),
+        ("RTX 4090", "RTX4090"),
+        ("rtx pro 6000", "RTX-PRO-6000"),
+        ("RTX A6000", "A6000"),
+    ],
+)
+def test_a_part_of_a_name_that_only_one_gpu_has_names_it(part: str, name: str) -> None:
+    assert find_gpu(part).name == name
 
 
 def test_every_card_has_its_figures_and_their_source() -> None:

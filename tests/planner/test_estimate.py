@@ -60,7 +60,7 @@ def test_a_plan_that_is_a_little_too_large_is_said_to_be_within_the_band(monkeyp
     made = estimate(SHAPE, ParallelPlan(strategy="ddp"), CLUSTER, WORK)
     for share, verdict in ((1.1, "fits"), (1.02, "tight"), (0.96, "may"), (0.8, "no")):
         small = dataclasses.replace(CLUSTER.device, memory_bytes=int(share * made.memory.device_bytes))
-        monkeypatch.setattr(hardware, "_named", lambda _name, small=small: small)
+        monkeypatch.setattr(hardware, "_named", lambda _name, small=small: [small])
         assert (made.fits, made.is_tight) == (verdict in {"fits", "tight"}, verdict == "tight")
         assert ("within 7%, by which predicted peaks may be wrong" in made.reason) == (verdict == "may")
 

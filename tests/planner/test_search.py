@@ -212,7 +212,7 @@ def test_a_plan_that_fills_the_memory_is_recommended_only_where_none_leaves_room
     (roomy, *_) = search(shape, cluster, workload, **fixed)
     assert has_room(roomy)
     small = dataclasses.replace(cluster.device, memory_bytes=roomy.memory.device_bytes)
-    monkeypatch.setattr(hardware, "_named", lambda _name: small)
+    monkeypatch.setattr(hardware, "_named", lambda _name: [small])
     (tight, *others) = search(shape, cluster, workload, **fixed)
     assert (tight.fits, tight.is_tight) == (True, True)
     assert not any(has_room(made) for made in others)

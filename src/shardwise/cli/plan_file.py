@@ -72,7 +72,7 @@ def write_plan(path: Path, estimate: Estimate, model: dict[str, Any], base: dict
     cluster = estimate.cluster
     lines = [
         (
-            f"# {estimate.shape.name} on {cluster.num_gpus} x {cluster.gpu}: {title(estimate)},"
+            f"# {estimate.shape.name} on {cluster.num_gpus} x {cluster.device}: {title(estimate)},"
             f" {num_microbatches(estimate.plan, estimate.workload)} microbatches a step"
         ),
         (

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,32 +121,39 @@ def gpu_of_device(device_name: str) -> Gpu | None:
 def find_gpu(name: str) -> Gpu:
     """The GPU of a name, in the table or in torch, in any case, or of a calibrated file.
 
+    A part of a name is enough if only one GPU has it: ``H200``, ``H100-SXM``, ``RTX 4090``.
+
     Raises:
         ConfigError: The name is not in the table, or ``shardwise calibrate`` did not write the file.
     """
     if name.endswith(".json"):
         path = Path(name).expanduser()
         return _read_calibrated(path, path.stat().st_mtime_ns if path.exists() else 0)
-    gpu = _named(name.lower())
-    if gpu is None:
+    found = _named(name.lower())
+    if len(found) != 1:
         model = re.match(r"[a-z]+\d+", name.lower())
         alike = [known for known in gpus() if model and re.split(r"[-_ ]", known.lower())[0] == model[0]]
-        if len(alike) > 1 and model and model[0] == name.lower():
-            hint = f" {name} is one of {', '.join(alike)}: name the one that is meant."
-        else:
+        hint = f" {name} is one of {', '.join(gpu.name for gpu in found)}: name the one that is meant."
+        if not found:
             hint = did_you_mean(name.upper(), alike or gpus()) or f" Known are: {', '.join(gpus())}."
         raise ConfigError(
             f"gpu={name!r} is not known.\n {hint}\n  `shardwise calibrate` writes the figures of this machine to a"
             " file that can be given instead."
         )
-    return gpu
+    return found[0]
 
 
 @functools.lru_cache(maxsize=64)
-def _named(lower: str) -> Gpu | None:
-    return next(
-        (gpu for known, gpu in gpus().items() if lower in {known.lower(), gpu.device_name.lower()} - {""}), None
-    )
+def _named(lower: str) -> Sequence[Gpu]:
+    """The GPU with this name in the table or in torch; without one, the GPUs whose names have all of its words."""
+    exact = [gpu for gpu in gpus().values() if lower in {gpu.name.lower(), gpu.device_name.lower()} - {""}]
+    words = _words(lower)
+    return exact or [gpu for gpu in gpus().values() if words and words <= _words(f"{gpu.name} {gpu.device_name}")]
+
+
+def _words(name: str) -> set[str]:
+    """``{"rtx4090"}`` for ``RTX 4090``, ``{"h100", "80gb", "sxm"}`` for ``H100-80GB-SXM``."""
+    return set(re.findall(r"[a-z0-9]+", re.sub(r"rtx[-_ ]", "rtx", name.lower())))
 
 
 @functools.lru_cache(maxsize=8)

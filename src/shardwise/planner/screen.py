@@ -28,7 +28,7 @@ WORDS = (1, 3)
 def heading(shape: ModelShape, cluster: Cluster, workload: Workload) -> list[str]:
     """The heading: model, cluster, and workload."""
     nodes = -(-cluster.num_gpus // cluster.gpus_per_node)
-    where = f"{cluster.num_gpus} x {cluster.gpu} in " + (f"{nodes} nodes" if nodes > 1 else "one node")
+    where = f"{cluster.num_gpus} x {cluster.device} in " + (f"{nodes} nodes" if nodes > 1 else "one node")
     if nodes > 1 and cluster.device.measured is None:
         where += f", {cluster.node_bandwidth / 1e9:.0f} GB/s a node"
     active = (
@@ -191,7 +191,7 @@ def largest_page(shape: ModelShape, cluster: Cluster, workload: Workload, found:
         by_saving = {each.saving: each.plan for each in found if each.strategy == strategy}
         rows.append([strategy, *(_model(by_saving[saving]) for saving in savings)])
     return [
-        f"largest models of {shape.name}'s proportions on {cluster.num_gpus} x {cluster.gpu}",
+        f"largest models of {shape.name}'s proportions on {cluster.num_gpus} x {cluster.device}",
         "parameters (layers x hidden); data parallelism alone, unless --fix says more",
         f"sequences of {workload.seq_len:,} tokens, one a forward, {workload.precision}, {_trained(workload)}",
         "",
@@ -222,7 +222,7 @@ def as_json(
             "hidden": shape.hidden,
         },
         "cluster": {
-            "gpu": str(cluster.gpu),
+            "gpu": str(cluster.device),
             "gpus": cluster.num_gpus,
             "gpus_per_node": cluster.gpus_per_node,
             "memory_bytes": cluster.device.memory_bytes,

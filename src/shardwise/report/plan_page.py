@@ -38,7 +38,7 @@ def plan_report(estimates: Sequence[Estimate], *, remedies: Sequence[str] = ()) 
     model = getattr(best.shape, "name", "") or f"A model of {best.shape.num_parameters / 1e9:.3g}B parameters"
     return page(
         "plan.html.jinja",
-        f"{model} on {best.cluster.num_gpus:,} x {best.cluster.gpu}",
+        f"{model} on {best.cluster.num_gpus:,} x {best.cluster.device}",
         plans=estimates,
         best=best,
         reasons=[*([recommendation(estimates)] if best.fits and len(estimates) > 1 else []), *why(best)],
