@@ -259,6 +259,8 @@ def refuse_on_rank(folder: str) -> None:
     weights.mkdir(exist_ok=True)
     (weights / "trainer_state.json").touch()
     assert "holds no shardwise/" in refusal(CheckpointError, trainer.train, resume_from_checkpoint=str(weights))
+    half = TrainingArguments(**settings(folder, 2), bf16_full_eval=True)
+    assert "bf16_full_eval=True: the trainer would convert" in refusal(PlanError, ShardwiseTrainer, build(), half)
     best = TrainingArguments(
         **settings(folder, 2) | {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps"}
     )
@@ -461,6 +463,39 @@ def test_held_out_losses_that_do_not_leave_out_minus_100_are_right_too(tmp_path:
     found = run_on_ranks(hold_out_on_rank, 2, str(tmp_path), kinds, timeout_s=100)[0]
     expected = [hold_out(str(tmp_path), 1, kind, None) for kind in kinds]
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def answer(folder: str, world: int, plain: type, **given: Any) -> list[list[int]]:
+    """Answers to seven samples that the model generates, and their labels, as metrics see them."""
+    from transformers import Seq2SeqTrainingArguments
+
+    found: list[list[int]] = []
+
+    def note(rows: Any) -> dict[str, float]:
+        found.extend([*rows.predictions.tolist(), *rows.label_ids.tolist()])
+        return {}
+
+    args = Seq2SeqTrainingArguments(**settings(folder, world), predict_with_generate=True, generation_max_length=6)
+    data = torch.utils.data.Subset(Numbers("t5"), range(7))
+    trainer = plain(model=build_of("t5"), args=args, eval_dataset=data, compute_metrics=note, **given)
+    trainer.evaluate()
+    return found
+
+
+def answer_on_rank(folder: str) -> list[list[int]]:
+    from transformers import Seq2SeqTrainer
+
+    from shardwise.integrations.transformers import ShardwiseTrainerMixin
+
+    return answer(folder, 2, type("Sharded", (ShardwiseTrainerMixin, Seq2SeqTrainer), {}), plan="zero3")
+
+
+def test_metrics_of_generated_answers_see_each_sample_once(tmp_path: Path) -> None:
+    from transformers import Seq2SeqTrainer
+
+    found = run_on_ranks(answer_on_rank, 2, str(tmp_path), timeout_s=100)[0]
+    assert found == answer(str(tmp_path), 1, Seq2SeqTrainer)
+    assert len(found) == 14
 
 
 def begin_on_rank(folder: str) -> list[Log]:

@@ -146,6 +146,8 @@ class ShardwiseTrainerMixin(_Any):
     ) -> Any:
         """Evaluate as the trainer, but return the loss of one process over the whole data set."""
         counted = self._counted = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        if self.gather_function == self.accelerator.gather:  # Seq2SeqTrainer's, which keeps samples that only pad
+            self.gather_function = self.accelerator.gather_for_metrics
         try:
             with engine_of(self.model, "ShardwiseTrainer").evaluating():
                 found = super().evaluation_loop(
@@ -292,6 +294,12 @@ def _check(args: Any) -> None:
             f"save_only_model=True leaves out {_FOLDER}/, from which load_best_model_at_end=True would load.\n"
             "  Leave one of them out."
         )
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            raise PlanError(
+                f"{name}=True: the trainer would convert the model, which is in shards, when training has ended.\n"
+                '  Leave it out, and use a plan with mp_policy="bf16" to evaluate in 16 bit.'
+            )
     if args.fp16:
         raise PlanError(
             "fp16=True: the trainer's loss scaler would skip a step on one rank alone.\n"
