@@ -121,6 +121,32 @@ def test_optimizers_that_look_beyond_an_element_are_refused_where_parameters_are
     assert {"LBFGS", "Stranger", "Harmless"} == set(texts)
 
 
+@on_ranks(2)
+def test_lbfgs_decides_by_the_loss_of_all_ranks():
+    def train(loss_of, wrap=lambda model: model):
+        torch.manual_seed(0)
+        model = wrap(Chain().double())
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=8, line_search_fn="strong_wolfe")
+        calls = []
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            calls.append(loss)
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(2)]
+        return torch.tensor([len(calls), *losses, *(p.sum().item() for p in model.parameters())])
+
+    def loss_on(rank, model):
+        return (model(sample(rank, 0).double()) - 3 * rank).square().mean()
+
+    expected = train(lambda model: (loss_on(0, model) + loss_on(1, model)) / 2)
+    found = train(functools.partial(loss_on, dist.get_rank()), lambda m: sw.parallelize(m, sw.ParallelPlan("ddp")))
+    torch.testing.assert_close(found, expected)
+
+
 def whole_stranger():
     compare(Chain, plain_loss, "ddp", optimizer=Stranger)
     compare(Chain, plain_loss, "ddp", optimizer=lambda p: torch.optim.Adafactor(p, lr=1e-2))

@@ -117,9 +117,21 @@ def _step_begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     part.hide_parts(optimizer)
 
     def with_parts(argument: Any) -> Any:
+        if isinstance(optimizer, torch.optim.LBFGS) and callable(argument):
+            argument = functools.partial(_mean_of, argument, engines_of(optimizer)[0])
         return functools.partial(part.call_with_parts, optimizer, argument) if callable(argument) else argument
 
     return (optimizer, *map(with_parts, args[1:])), {name: with_parts(argument) for name, argument in kwargs.items()}
+
+
+def _mean_of(closure: Callable[[], Any], engine: Engine) -> Tensor:
+    """Return a closure's loss as its mean over ranks, whose gradients the ranks have: LBFGS decides by both.
+
+    Collective:
+        An all-gather of a number over the ranks that train the model.
+    """
+    loss = torch.as_tensor(closure())
+    return loss.new_tensor(all_gather_json(engine.comms.control, loss.item())).mean()
 
 
 def _check_moment(engine: Engine, *, has_closure: bool) -> None:
