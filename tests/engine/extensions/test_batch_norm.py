@@ -201,3 +201,16 @@ def test_torchs_own_is_refused_on_cpu_with_what_to_call_and_converted():
     text = str(caught.value)
     assert text.startswith("'body.1' is a torch.nn.SyncBatchNorm, which refuses CPU tensors")
     assert "Call sw.convert_sync_batchnorm(model) before sw.parallelize()" in text
+
+
+class Activated(nn.BatchNorm2d):
+    """Ends with the activation, as timm's batch norms do."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_is_refused():
+    for model, name in ((nn.Sequential(nn.Conv2d(3, 4, 3), Activated(4)), "1"), (Activated(4), "Activated")):
+        with pytest.raises(PlanError, match=f"^'{name}' is a Activated, whose own forward would be lost"):
+            sw.convert_sync_batchnorm(model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import shardwise as sw
 from shardwise.spec.errors import PlanError, StateError
@@ -199,6 +200,11 @@ def test_rank_0_asks_for_nothing_of_others_where_it_needs_nothing():
     assert lookup_bytes(0, requested(1, 2), 24)[1] == lookup_bytes(0, requested(1, 2), 24)[3] == 0
 
 
+class Doubled(nn.Embedding):
+    def forward(self, ids):
+        return 2 * super().forward(ids)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -217,6 +223,8 @@ class Tied(nn.Module):
         (lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), "0", "has max_norm=1.0"),
         (lambda: nn.Sequential(nn.Embedding(4, 2, scale_grad_by_freq=True)), "0", "has scale_grad_by_freq=True"),
         (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), "0", "has sparse=True"),
+        (lambda: nn.Sequential(Doubled(4, 2)), "0", "'0' is a Doubled that does more than look up rows"),
+        (lambda: nn.Sequential(weight_norm(nn.Embedding(4, 2))), "0", "does more than look up rows of its parameter"),
     ],
 )
 def test_what_cannot_be_spread_is_refused_by_name(model, pattern, message):

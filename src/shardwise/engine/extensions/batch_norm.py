@@ -152,8 +152,15 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
     Raises:
         StateError: A part of ``module`` is parallelized already.
+        PlanError: A batch norm does more than that, such as timm's, which end with the activation.
     """
     for path, child in module.named_modules():
+        if _is_convertible(child) and type(child).forward not in {_BatchNorm.forward, nn.SyncBatchNorm.forward}:
+            raise PlanError(
+                f"{path or type(module).__name__!r} is a {type(child).__name__}, whose own forward would be lost.\n"
+                "  On GPUs convert it by its library (timm.layers.convert_sync_batchnorm). Else make two modules of it,"
+                " an nn.BatchNorm2d and what follows, or do without: each rank's norm then has its own samples."
+            )
         if attachment_of(child) is not None:
             raise StateError(
                 f"{path or type(module).__name__!r} is parallelized already.\n"

@@ -63,6 +63,12 @@ def _checked(model: nn.Module, path: str, module: nn.Module) -> nn.Embedding:
             else "Name embeddings only"
         )
         raise PlanError(f"row_sharded: {path!r} is a {type(module).__name__}, not an nn.Embedding.\n  {advice}.")
+    if type(module).forward is not nn.Embedding.forward or [*dict(module.named_parameters())] != ["weight"]:
+        raise PlanError(
+            f"row_sharded: {path!r} is a {type(module).__name__} that does more than look up rows of its parameter,"
+            " which would be lost.\n"
+            "  Use a plain nn.Embedding and do the rest in the module around it, or leave it out of row_sharded."
+        )
     for option, value in (("max_norm", module.max_norm), ("scale_grad_by_freq", module.scale_grad_by_freq or None)):
         if value is not None:
             raise PlanError(
