@@ -135,6 +135,7 @@ def test_texts_of_a_data_set_are_a_stream_of_documents(folder: Path, tmp_path: P
         ([{"question": "a"}], (), "has the columns question, none of which is messages"),
         ([{"text": "a"}], ("data.column=test",), "has the columns text. Did you mean 'text'?"),
         ([{"messages": TURNS}], ("data.tokenizer=bytes",), "holds conversations, which bytes have no form for"),
+        ([{"prompt": "a" * 99, "completion": "b"}] * 4, ("data.seq_len=8",), "no token would be learned; 1 is needed"),
         ([{"text": "a"}], ("data.max_bytes=5",), "holds rows of a data set"),
     ],
 )

@@ -319,3 +319,27 @@ def test_of_a_saved_data_set_the_rows_are_read_and_of_other_names_everything(tmp
     (tmp_path / "us_state.json").write_text('{"text": "a"}\n')
     with pytest.raises(DataError, match=r"us_state.json lies beside .*a.jsonl"):
         find_source(str(tmp_path))
+
+
+def test_what_datasets_writes_beside_a_saved_data_set_is_not_read_as_its_rows(tmp_path: Path) -> None:
+    for name in ("cache-1f.arrow", "cache-1f_00000_of_00002.arrow", "data-00000-of-00001.arrow", "state.json"):
+        (tmp_path / name).touch()
+    for name in (tmp_path, tmp_path / "*.arrow"):
+        assert [file.name for file in find_source(str(name)).files] == ["data-00000-of-00001.arrow"]
+    (tmp_path / "state.json").unlink()
+    assert len(find_source(str(tmp_path)).files) == 3
+
+
+def test_a_folder_with_other_splits_beside_that_for_training_is_refused(tmp_path: Path) -> None:
+    data = tmp_path / "train" / "data"  # names above the files are not looked at
+    data.mkdir(parents=True)
+    for name in ("train-00000-of-00001.jsonl", "latest.jsonl"):
+        (data / name).write_text('{"text": "a"}\n')
+    assert len(find_source(str(data)).files) == 2
+    (data / "Test").mkdir()
+    (data / "Test" / "0.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match=r"holds several splits: test, train.\n.*'(.*)', and name") as caught:
+        find_source(str(data))
+    pattern = str(caught.value).split("'")[1]
+    assert [file.name for file in find_source(pattern).files] == ["train-00000-of-00001.jsonl"]
+    assert len(find_source(f"{data}/**/*.jsonl").files) == 3

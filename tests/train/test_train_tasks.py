@@ -14,6 +14,7 @@ from shardwise.cli import main
 from shardwise.spec.errors import ConfigError
 from shardwise.train.config.resolve import data_of, resolve
 from shardwise.train.config.sections import read_config
+from shardwise.train.data.token_files import DataError
 from tests.common.tokenizers import TEXT, save_tokenizer
 from tests.train.chats import cache_here
 from tests.train.train_here import sets, train_here
@@ -117,6 +118,9 @@ def test_the_samples_of_each_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     assert found["classes"].rows([0, 1, 2, 3]).targets.tolist() == [0, 1, 2, 0]
     assert found["classes"].num_targets([0, 1, 2, 3]) == 4
+    assert str(found["classes"]) == "42 samples of rows"
+    short = data_of(resolve(read_config("run.yaml", ["data.seq_len=5"]), 1)).train  # of the answers
+    assert str(short) == "42 samples of rows; 32 have an input or a target of more than 7 tokens, which is cut"
 
 
 @pytest.mark.parametrize(
@@ -127,6 +131,8 @@ def test_the_samples_of_each_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("answers", ("parallel.pp=2",), "it divides causal language models"),
         ("answers", ("data.column=text",), "has the columns prompt, completion: no text"),
         ("classes", ("data.source=random",), "takes rows of a data set"),
+        ("classes", ("data.source=wrong.jsonl",), "wrong.jsonl:2 has label 3, expected a class's number from 0 to 2"),
+        ("answers", ("data.source=wrong.jsonl",), "wrong.jsonl:2 has an empty completion"),
     ],
 )
 def test_what_a_task_cannot_take_is_refused(
@@ -135,7 +141,9 @@ def test_what_a_task_cannot_take_is_refused(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(CONFIG.replace("DATA", save(tmp_path, task)))
-    with pytest.raises(ConfigError) as caught:
+    rows = [{"text": "a", "label": 2, "prompt": "a", "completion": "b"}, {"text": "a", "label": 3, "prompt": "a"}]
+    Path("wrong.jsonl").write_text("".join(json.dumps({"completion": ""} | row) + "\n" for row in rows))
+    with pytest.raises((ConfigError, DataError)) as caught:
         resolve(read_config("run.yaml", settings), 2)
     assert message in str(caught.value)
 

@@ -14,7 +14,7 @@ class Task:
     """A task, with the token ids that it needs."""
 
     name: str
-    #: The number of each class by name, if classes have names; else ``None``
+    #: The number of each class by name; ``None``: targets are no classes
     labels: Mapping[str, int] | None = None
     mask: int | None = None  # id of masked tokens, if tokens are masked
     pad: int = 0  # id of padding

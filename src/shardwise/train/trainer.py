@@ -27,6 +27,7 @@ from shardwise.train.checkpoints.saved_state import check_state, of_reader, pack
 from shardwise.train.config.resolve import RunConfig, data_of
 from shardwise.train.data.mixture import MixedSampler, MixedSamples
 from shardwise.train.data.packing import PackedRows
+from shardwise.train.data.pairs import PairRows
 from shardwise.train.data.sampler import Sampler
 from shardwise.train.data.source import is_indexed
 from shardwise.train.data.stream import ENDLESS, IterableSampler
@@ -190,7 +191,7 @@ class Trainer:
                 f" (parallel.mp_policy.master_dtype; {stored} there keeps 16 bit)"
             )
         parts = self.data.train.parts if isinstance(self.data.train, MixedSamples) else [self.data.train]
-        lines += [str(part) for part in parts if isinstance(part, PackedRows)]
+        lines += [str(part) for part in parts if isinstance(part, (PackedRows, PairRows))]
         return lines
 
     # --- the run -----------------------------------------------------------------------------------------------------

@@ -124,8 +124,11 @@ def _task(config: dict[str, Any]) -> Task:
     """Return the task of a folder's model, from its configuration."""
     name = _architecture(config)
     if name.endswith("ForSequenceClassification"):
-        labels = config.get("label2id")
-        return Task(CLASS, labels if isinstance(labels, dict) else {})
+        labels, names = config.get("label2id"), config.get("id2label")
+        if not isinstance(labels, dict):  # transformers writes none for two classes without names
+            names = names.values() if isinstance(names, dict) else ("LABEL_0", "LABEL_1")
+            labels = {str(label): number for number, label in enumerate(names)}
+        return Task(CLASS, labels)
     other = re.search("For(?!CausalLM|MaskedLM)[A-Z]", name) is not None
     answers = config.get("is_encoder_decoder") is True and "num_mel_bins" not in config  # not speech models
     if answers and (not other or name.endswith("ForConditionalGeneration")):

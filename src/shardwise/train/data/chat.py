@@ -45,7 +45,7 @@ def column_of(columns: Sequence[str], wanted: str | None, name: str) -> str:
             return column
     raise ConfigError(
         f"{printable(name)} has the columns {shown}, none of which is {MESSAGES}, {SHARED}, {PROMPT} with {COMPLETION},"
-        f" or {TEXT}.\n  Name the column of the text or of the messages: data.column=..."
+        f" or {TEXT}.\n  Name the column of the text or of the messages: data.column=NAME"
     )
 
 

@@ -27,7 +27,7 @@ class Pairs:
     tokenizer: Any  # the tokenizer of transformers
     column: str  # column of the inputs
     target: str  # column of the targets: texts, or classes if ``labels`` is set
-    #: Number of each class by name; empty if classes have only numbers. ``None``: targets are texts.
+    #: Number of each class by name. ``None``: targets are texts.
     labels: Mapping[str, int] | None = None
 
     def check(self, columns: Sequence[str], name: str) -> None:
@@ -44,6 +44,9 @@ class Pairs:
         inputs = self._encode_texts([text_of(location, row, self.column) for location, row in rows])
         if self.labels is None:
             targets = self._encode_texts([text_of(location, row, self.target) for location, row in rows])
+            for (location, _), target in zip(rows, targets, strict=True):
+                if not target:
+                    raise DataError(f"{location} has an empty {self.target}.\n  Correct the row, or leave it out.")
         else:
             targets = [[self._label(location, row.get(self.target))] for location, row in rows]
         pairs = zip(inputs, targets, strict=True)
@@ -53,12 +56,13 @@ class Pairs:
         return self.tokenizer(list(texts), add_special_tokens=True, verbose=False, padding=False)["input_ids"]
 
     def _label(self, location: str, value: Any) -> int:
-        found = (self.labels or {}).get(value, value) if isinstance(value, str) else value
+        labels = self.labels or {}
+        found = labels.get(value, value) if isinstance(value, str) else value
         found = int(found) if isinstance(found, str) and found.isdecimal() else found  # CSV has only texts
-        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(labels):
             raise DataError(
-                f"{location} has {self.target} {printable(repr(value))}, expected a class's number from 0, or a name in"
-                " label2id of the model's config.json.\n  Correct the row."
+                f"{location} has {self.target} {printable(repr(value))}, expected a class's number from 0 to"
+                f" {len(labels) - 1}, or a name in label2id of the model's config.json.\n  Correct the row."
             )
         return found
 
@@ -77,6 +81,13 @@ class PairRows:
     def num_samples(self) -> int:
         """Number of examples."""
         return len(self.examples)
+
+    def __str__(self) -> str:
+        """Describe the samples in a line."""
+        starts, ends = self.examples.edges().T
+        num_cut = int(((starts > self.seq_len) | (ends - starts > self.seq_len)).sum())
+        cut = f"; {num_cut:,} have an input or a target of more than {self.seq_len:,} tokens, which is cut"
+        return f"{self.num_samples:,} samples of rows{cut if num_cut else ''}"
 
     def num_targets(self, indices: Iterable[int]) -> int:
         """Return the number of tokens of these targets, or the number of targets if they are classes."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from shardwise.train.data.examples import Examples
 from shardwise.train.data.mixture import mixed
-from shardwise.train.data.packing import pack
+from shardwise.train.data.packing import PackedRows, pack
 from shardwise.train.data.pairs import pairs
 from shardwise.train.data.rows import Rows, Samples, shift
 from shardwise.train.data.source import Source, text_among_tokens
@@ -201,10 +201,13 @@ def check_size(source: Source, data: Data, *, seq_len: int, needed: int, needed_
         if part.num_samples < least:
             is_cut_off = part is data.held_out and source.evaluated is None
             advice = " You may also name data to evaluate on in data.eval_source." if is_cut_off else ""
+            size, left_out = "a smaller", ""
+            if isinstance(part, PackedRows) and part.num_left_out:
+                size, left_out = "a larger", f"; of {part.num_left_out:,} conversations no token would be learned"
             raise DataError(
                 f"{of.name}: {of.num_tokens:,} tokens leave {part.num_samples:,} samples of {seq_len:,} for the {label}"
-                f" part; {least:,} {'is' if least == 1 else 'are'} needed.\n"
-                f"  Use more text, a smaller data.seq_len, or a smaller global batch.{advice}"
+                f" part{left_out}; {least:,} {'is' if least == 1 else 'are'} needed.\n"
+                f"  Use more text, {size} data.seq_len, or a smaller global batch.{advice}"
             )
 
 

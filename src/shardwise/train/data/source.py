@@ -14,6 +14,7 @@ import codecs
 import glob
 import hashlib
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -40,6 +41,8 @@ _CHUNK = 1 << 22
 #: text if there are other files in the folder.
 RECORDS, RECORDS_OR_TEXT = (".jsonl", ".parquet", ".arrow"), (".json", ".csv")
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+#: Names of splits in the paths of a data set's files, as ``datasets`` finds them.
+_SPLIT = re.compile(r"(?:^|[-_. /])(train|test|val|valid|validation|dev|eval)(?:ing|uation)?(?=[-_. /])")
 #: Files that ``datasets.Dataset.save_to_disk`` writes in addition to the rows.
 _SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")
 
@@ -258,7 +261,9 @@ def holds_records(files: Sequence[Path]) -> bool:
 def _records(name: str, files: Sequence[Path], max_bytes: int | None) -> Source:
     if max_bytes is not None:
         raise DataError(f"data.max_bytes is for text, and {name!r} holds rows of a data set.\n  Take max_bytes out.")
-    files = [file for file in files if Path(str(file)).name not in _SAVED]
+    files = [file for file in files if Path(str(file)).name not in _SAVED and not _is_cache(file)] or files
+    if not glob.has_magic(name):
+        _check_splits(name, files)
     kinds = {ending(file): file for file in reversed(files)}
     if len(kinds) > 1:
         raise DataError(
@@ -266,6 +271,23 @@ def _records(name: str, files: Sequence[Path], max_bytes: int | None) -> Source:
             "  Keep them in separate folders, or choose with a glob, such as 'folder/*.parquet'."
         )
     return Source(name, "records", tuple(files), tuple(file.stat().st_size for file in files), None)
+
+
+def _is_cache(file: Path) -> bool:
+    """Return whether ``datasets`` wrote a file for a result of ``map`` or ``filter``, beside a saved data set."""
+    return Path(str(file)).name.startswith("cache-") and Path(str(file)).with_name("state.json").is_file()
+
+
+def _check_splits(name: str, files: Sequence[Path]) -> None:
+    """Refuse a folder with a split for training and others, which are for evaluation."""
+    paths = [str(file) for file in files]
+    folder = os.path.commonpath(paths)
+    splits = {split for path in paths for split in _SPLIT.findall(path[len(folder) :].lower())}
+    if "train" in splits and len(splits) > 1:
+        raise DataError(
+            f"{printable(name)} holds several splits: {', '.join(sorted(splits))}.\n  Choose the files to train on with"
+            f" a glob, such as '{printable(name.rstrip('/'))}/**/*train*', and name the others in data.eval_source."
+        )
 
 
 def _tokens(name: str, files: Sequence[Path], checked: Sequence[Path], max_bytes: int | None) -> Source:
