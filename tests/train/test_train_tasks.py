@@ -119,7 +119,7 @@ def test_the_samples_of_each_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found["classes"].rows([0, 1, 2, 3]).targets.tolist() == [0, 1, 2, 0]
     assert found["classes"].num_targets([0, 1, 2, 3]) == 4
     assert str(found["classes"]) == "42 samples of rows"
-    short = data_of(resolve(read_config("run.yaml", ["data.seq_len=5"]), 1)).train  # of the answers
+    short = data_of(resolve(read_config("run.yaml", ["data.seq_len=7"]), 1)).train  # of the answers
     assert str(short) == "42 samples of rows; 32 have an input or a target of more than 7 tokens, which is cut"
 
 
