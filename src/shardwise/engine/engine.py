@@ -522,10 +522,7 @@ class Engine:
             return
         if unit.version > self.forward.version:
             self._refuse_changed(unit, {id(group.shards[index])}, self.forward.version)
-        grad, parameter.grad = (
-            parameter.grad,
-            None,
-        )  # recover() drops .grad
+        grad, parameter.grad = parameter.grad, None  # because recover() drops it
         self._enter_without_ticket(unit)
         parameter.grad = grad
 

@@ -1,14 +1,14 @@
 """The gradients of one group, from autograd to the shards.
 
-==========  ==============================================================  ==============================
-state       where this rank's gradients are                                 leaves by
-==========  ==============================================================  ==============================
-empty       nowhere                                                         ``collect``
-local       summed in a flat full-size buffer, not reduced yet              ``reduce``
-reducing    being reduced; the buffer must not be touched                   ``finish``
-partial     summed over ``dp_shard`` only (accumulation defer_replicate)    a later microbatch's ``reduce``
-done        on the shards' ``.grad``, set or added to what was there
-==========  ==============================================================  ==============================
+=================  ====================================================================  ===================
+state              where this rank's gradients are                                       leaves by
+=================  ====================================================================  ===================
+EMPTY              nowhere, or on the shards' ``.grad``                                  ``collect``
+LOCAL              summed in a flat full-size buffer, not reduced yet                    ``reduce``
+REDUCING           being reduced; the buffer must not be touched                         ``finish``
+PARTIAL            summed over ``dp_shard`` only (accumulation ``defer_replicate``)      ``collect``
+LOCAL_AND_PARTIAL  as PARTIAL, and a later microbatch's in a buffer as LOCAL             ``reduce``
+=================  ====================================================================  ===================
 
 On a mesh with ``dp_replicate`` a reduction is a chain: the sum over ``dp_shard``, then the sum of this rank's slice
 over ``dp_replicate``, then one division. The second sum is stored in the memory of ``.grad``, not in the full-size
@@ -25,6 +25,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -224,12 +225,36 @@ class GradientStorage:
         self.free()
 
 
+class GradientState(StrEnum):
+    """The states of a group's gradients on this rank."""
+
+    EMPTY = "empty"
+    LOCAL = "local"
+    REDUCING = "reducing"
+    PARTIAL = "partial"
+    LOCAL_AND_PARTIAL = "local and partial"
+
+
+#: The only allowed moves, but for :meth:`Gradient.drop`, which leaves every state.
+LEGAL_MOVES: frozenset[tuple[GradientState, GradientState]] = frozenset(
+    {
+        (GradientState.EMPTY, GradientState.LOCAL),
+        (GradientState.LOCAL, GradientState.REDUCING),
+        (GradientState.REDUCING, GradientState.EMPTY),
+        (GradientState.REDUCING, GradientState.PARTIAL),
+        (GradientState.PARTIAL, GradientState.LOCAL_AND_PARTIAL),
+        (GradientState.LOCAL_AND_PARTIAL, GradientState.REDUCING),
+    }
+)
+
+
 class Gradient:
     """Collects and reduces the gradients of ``group``.
 
     Attributes:
         layout: Flat layout of the full-size buffer.
         storage: Memory of ``.grad``.
+        state: Where the gradients are.
         is_pooled: Whether the full-size buffer has memory only during a backward. Otherwise :attr:`storage` owns it.
         result: Receives the sum that is under way.
         has_added: Whether a reduced gradient was ever added to a ``.grad`` of an earlier backward.
@@ -240,33 +265,30 @@ class Gradient:
         self.group = group
         self.layout = facts.reduce_layout
         self.storage = GradientStorage(group, as_part)
-        self._kind: Hashable = (group.dtypes, facts.is_expert)
-        self._num_bytes = self.layout.numel * group.reduce_dtype.itemsize
+        self.state = GradientState.EMPTY
         self.is_pooled = facts.pools_gradients
         self.set_divisor(facts.num_ranks)
-        # This rank owns no element of these parameters. Their .grad is empty; where flat parameters take the place of
-        # all others it stays None, because nobody would set it to None again.
-        self._is_elsewhere = [
-            piece.numel == 0 < spec.numel for piece, spec in zip(group.pieces, group.layout.params, strict=True)
-        ]
         first_flag = self.layout.data_numel(self.layout.slice_index(group.rank))
         self._flags = slice(first_flag, first_flag + len(group.shards))  # in this rank's slice of a sum
-        self._local: FlatBuffer | None = None
+        self._local: FlatBuffer | None = None  # the buffer in which local gradients are
         self._scratch: FlatBuffer | None = None  # has memory only during a backward
-        self._written = [False] * len(group.shards)  # by parameter: whether ``_local`` holds this rank's gradient
-        self._in_place_views: dict[int, Tensor] = {}  # views of ``_local`` that are .grad of full parameters
-        self._used: list[bool] = []
+        self._used: list[bool] = []  # by parameter: whether this rank has a term in the sum
         self.result: Tensor | None = None
         self._partial: Tensor | None = None  # summed over dp_shard by earlier microbatches, not over dp_replicate yet
         self.partial_store: Tensor | None = None  # memory of ``_partial`` if that is not in the memory of ``.grad``
         self._maybe_unused: list[int] = []  # parameters whose use is known only from the flags in ``storage``
-        self._uses_scratch = False
         self.has_added = False
+
+    def _move_to(self, state: GradientState) -> None:
+        if (self.state, state) not in LEGAL_MOVES:
+            name = self.group.unit.name
+            raise StateError(f"gradients of unit {name!r} cannot go from {self.state} to {state}: a bug in shardwise.")
+        self.state = state
 
     @property
     def is_local(self) -> bool:
         """Whether gradients of this rank wait for a reduction, or for the sum over ``dp_replicate``."""
-        return self._local is not None or self._partial is not None
+        return self.state not in (GradientState.EMPTY, GradientState.REDUCING)
 
     @property
     def has_sums(self) -> bool:
@@ -308,7 +330,8 @@ class Gradient:
 
     def collect(self, memory: GradientMemory) -> None:
         """Move the gradients of the full parameters into the flat buffer, and free them."""
-        views, written = self._allocate_local(memory), self._written
+        views = self._allocate_local(memory)
+        written = views.written
         if not any(written) and self._collect_all(views):
             return
         copy_to: list[Tensor] = []
@@ -317,9 +340,9 @@ class Gradient:
         terms: list[Tensor] = []
         for index, full in enumerate(self.group.unsharded):
             grad = full.grad
-            if grad is None or grad is self._in_place_views.get(index):
+            if grad is None or grad is views.in_place.get(index):
                 continue
-            if self._in_place_views.pop(index, None) is not None:  # autograd stored the sum in another tensor
+            if views.in_place.pop(index, None) is not None:  # autograd stored the sum in another tensor
                 written[index] = False
             full.grad = None
             targets, sources = (add_to, terms) if written[index] else (copy_to, copies)
@@ -337,7 +360,7 @@ class Gradient:
             return False
         for full in unsharded:
             full.grad = None
-        self._written = [True] * len(unsharded)
+        views.written = [True] * len(unsharded)
         for index in views.divided:  # the last one first
             grads[index : index + 1] = self._split_gradient(index, grads[index])
         _foreach(torch._foreach_copy_, views.all_views, grads)
@@ -348,26 +371,21 @@ class Gradient:
 
         The buffer must not be moved until :meth:`reduce`.
         """
-        group = self.group
-        if self._local is None or group.compute_dtype is not group.reduce_dtype:
+        group, local = self.group, self._local
+        if local is None or group.compute_dtype is not group.reduce_dtype:
             return  # a gradient has the dtype of its parameter
-        for index, views in enumerate(self._local.by_param):
-            if self._written[index] and index not in self._in_place_views and index not in self._local.divided:
-                self._in_place_views[index] = group.unsharded[index].grad = views[0]
-
-    def _stop_in_place(self) -> None:
-        for index in self._in_place_views:
-            self.group.unsharded[index].grad = None
-        self._in_place_views.clear()
+        for index, views in enumerate(local.by_param):
+            if local.written[index] and index not in local.in_place and index not in local.divided:
+                local.in_place[index] = group.unsharded[index].grad = views[0]
 
     def local_views(self, index: int, memory: GradientMemory) -> list[Tensor]:
         """Return this rank's gradient of a parameter as views (:meth:`parts`) to be changed; -0.0 if there is none."""
         self.collect(memory)
-        views = self._allocate_local(memory).by_param[index]
-        if not self._written[index]:
-            _fill_negative_zero(views)
-            self._written[index] = True
-        return views
+        local = self._allocate_local(memory)
+        if not local.written[index]:
+            _fill_negative_zero(local.by_param[index])
+            local.written[index] = True
+        return local.by_param[index]
 
     def add(self, index: int, grad: Tensor, memory: GradientMemory) -> None:
         """Add ``grad``, which autograd did not bring to the full parameter, to this rank's gradient of a parameter."""
@@ -375,14 +393,19 @@ class Gradient:
 
     def has_collected(self, index: int) -> bool:
         """Whether sums of earlier microbatches include parameter ``index``, of which this rank owns elements."""
-        is_used = self._written[index] or (self._partial is not None and self._used[index])
-        return is_used and not self._is_elsewhere[index]
+        is_written = self._local is not None and self._local.written[index]
+        return (is_written or (self._partial is not None and self._used[index])) and not self._is_elsewhere(index)
+
+    def _is_elsewhere(self, index: int) -> bool:
+        """Whether this rank owns no element of a parameter that has some."""
+        return self.group.pieces[index].numel == 0 < self.layout.group.params[index].numel
 
     def drop_parameter(self, index: int) -> None:
         """Drop the sum of earlier microbatches for parameter ``index``."""
-        self._written[index] = False
-        if self._in_place_views.pop(index, None) is not None:
-            self.group.unsharded[index].grad = None
+        if self._local is not None:
+            self._local.written[index] = False
+            if self._local.in_place.pop(index, None) is not None:
+                self.group.unsharded[index].grad = None
         if self._partial is not None:
             self._used[index] = False
             self.group.view_in(index, self._partial).zero_().neg_()
@@ -397,18 +420,26 @@ class Gradient:
         if self._local is not None:
             return self._local
         storage = self.storage
+        has_partial = self.state is GradientState.PARTIAL
+        self._move_to(GradientState.LOCAL_AND_PARTIAL if has_partial else GradientState.LOCAL)
         if self.is_pooled or storage.is_temporary or (not storage.is_separate and self.has_sums):
-            memory.acquire(self._kind, self._num_bytes)
+            memory.acquire(*self._kind_and_bytes)
             if self._scratch is None:
                 self._scratch = self.make_buffer()
             allocate(self._scratch.memory)
-            self._uses_scratch = True
+            self._scratch.is_counted = True
             self._local = self._scratch
         else:
             storage.make()
             self._local = storage.full
         assert self._local is not None
         return self._local
+
+    @property
+    def _kind_and_bytes(self) -> tuple[Hashable, int]:
+        """The kind of the pooled buffer and its bytes, which :class:`GradientMemory` counts."""
+        group = self.group
+        return (group.dtypes, group.facts.is_expert), self.layout.numel * group.reduce_dtype.itemsize
 
     def _split_gradient(self, index: int, grad: Tensor) -> list[Tensor]:
         """Return the gradient in the parts in which the flat buffer stores it."""
@@ -444,22 +475,23 @@ class Gradient:
         """
         group = self.group
         views = self._allocate_local(memory)
-        self._stop_in_place()
-        views.set_flags(self._written, memory)
-        if not all(self._written):
-            _fill_negative_zero(
-                [t for i, is_there in enumerate(self._written) if not is_there for t in views.by_param[i]]
-            )
+        for index in views.in_place:
+            group.unsharded[index].grad = None
+        views.in_place.clear()
+        written, views.written = views.written, [False] * len(views.written)
+        views.set_flags(written, memory)
+        if not all(written):
+            _fill_negative_zero([t for i, is_there in enumerate(written) if not is_there for t in views.by_param[i]])
         if views.gaps:
             torch._foreach_zero_(views.gaps)
         buffer = views.memory
+        self._move_to(GradientState.REDUCING)
         self._local = None
         partial, self._partial = self._partial, None
         if partial is None:
-            self._used = self._written
+            self._used = written
         else:
-            self._used = [before or now for before, now in zip(self._used, self._written, strict=True)]
-        self._written = [False] * len(self._written)
+            self._used = [before or now for before, now in zip(self._used, written, strict=True)]
         before, after = self._divisors
         if before != 1:
             buffer.div_(before)
@@ -499,6 +531,7 @@ class Gradient:
             result = self.partial_store.copy_(result)
         self._release_scratch(memory)  # the sum has been copied out of the full-size buffer
         if not is_last:
+            self._move_to(GradientState.PARTIAL)
             self._partial, self.result = result, None
             return Done()
         self.result = result
@@ -530,6 +563,7 @@ class Gradient:
         result, storage = self.result, self.storage
         if result is None:
             return  # a partial sum, which waits for the last microbatch
+        self._move_to(GradientState.EMPTY)
         if storage.is_temporary:
             storage.allocate_for_update(result)
         is_filled = storage.tensor is None and (not all(self._used) or self.has_sums)
@@ -577,9 +611,13 @@ class Gradient:
 
     @property
     def _with_grad(self) -> list[int]:
-        """Numbers of the parameters whose ``.grad`` is set on this rank."""
+        """Numbers of the parameters whose ``.grad`` is set on this rank.
+
+        A parameter of which this rank owns no element has an empty one, unless flat parameters take the place of all
+        others: nobody would set it to ``None`` again.
+        """
         is_flat = self.group.facts.flat_kinds is not None
-        return [index for index, is_elsewhere in enumerate(self._is_elsewhere) if not (is_flat and is_elsewhere)]
+        return [index for index in range(len(self.group.shards)) if not (is_flat and self._is_elsewhere(index))]
 
     def _set_grads_at_once(self, result: Tensor, into: Tensor) -> bool:
         """As :meth:`_set_grads`, in one operation. Returns False unless every shard has this ``.grad``, or none."""
@@ -622,10 +660,12 @@ class Gradient:
 
     def drop(self, memory: GradientMemory) -> None:
         """Drop gradients that are not on the shards yet: a backward failed, or ``zero_grad()`` was called."""
-        self._in_place_views.clear()
         for full in self.group.unsharded:
             full.grad = None
-        self._written = [False] * len(self._written)
+        if self._local is not None:
+            self._local.in_place.clear()
+            self._local.written = [False] * len(self._local.written)
+        self.state = GradientState.EMPTY
         self._local = self.result = self._partial = None
         self._maybe_unused = []
         if self.storage.is_temporary:
@@ -633,10 +673,10 @@ class Gradient:
         self._release_scratch(memory)
 
     def _release_scratch(self, memory: GradientMemory) -> None:
-        if self._uses_scratch and self._scratch is not None:
-            self._uses_scratch = False
+        if self._scratch is not None and self._scratch.is_counted:
+            self._scratch.is_counted = False
             free(self._scratch.memory)
-            memory.release(self._kind, self._num_bytes)
+            memory.release(*self._kind_and_bytes)
 
 
 def _fill_negative_zero(tensors: list[Tensor]) -> None:
@@ -697,6 +737,9 @@ class FlatBuffer:
     """A full-size buffer and its views, made once: one for each gradient, the gaps, and the flags.
 
     Attributes:
+        written: By parameter, whether the buffer has this rank's gradient.
+        in_place: Views that are ``.grad`` of full parameters, by parameter: autograd adds to them.
+        is_counted: Whether it is a pooled buffer that has memory now.
         memory: The buffer. Its memory may be freed and allocated again.
         by_param: The views of each parameter: one in its shape, or one for each of its rows in ``layout``.
         all_views: All of these views, in order.
@@ -706,6 +749,9 @@ class FlatBuffer:
 
     def __init__(self, layout: ReduceLayout, dtype: torch.dtype, device: torch.device) -> None:
         params = layout.group.params
+        self.written = [False] * len(params)
+        self.in_place: dict[int, Tensor] = {}
+        self.is_counted = False
         self.memory = torch.empty(layout.numel, dtype=dtype, device=device)
         self.divided = [index for index in reversed(range(len(params))) if layout.is_divided(index)]
         self.by_param = [_views(self.memory, layout, index, rows) for index, rows in enumerate(layout.rows)]
