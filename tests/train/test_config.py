@@ -125,6 +125,13 @@ def test_set_values_are_yaml_and_reach_every_depth(tmp_path: Path) -> None:
     assert "expected section.field=value" in mistakes(tmp_path, GOOD, "steps")
 
 
+@pytest.mark.parametrize(("value", "shown"), [("[1, 2]", "[1, 2]"), ("{a: 1}", "{'a': 1}")])
+def test_a_list_or_mapping_in_place_of_a_text_is_refused(tmp_path: Path, value: str, shown: str) -> None:
+    found = mistakes(tmp_path, GOOD, f"data.source={value}", f"train.steps={value}")
+    assert f"data.source: expected a valid string, got {shown}" in found
+    assert f"train.steps: expected a valid integer, got {shown}" in found
+
+
 @pytest.mark.parametrize(
     ("given", "world_size", "expected"),
     [

@@ -397,6 +397,8 @@ def test_a_spec_that_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:
         load_spec(str(tmp_path / "none.py"))
     with pytest.raises(ConfigError, match="there is no module 'no_such'"):
         load_spec("no_such.module:spec")
+    with pytest.raises(ConfigError, match=r"--spec ./mine: expected a file \(mine.py\)"):
+        load_spec("./mine")
 
 
 def test_samples_that_cannot_be_read_are_named() -> None:

@@ -168,7 +168,7 @@ def load_spec(name: str) -> TrainSpec:
             "  Go on with it there: sw.train(config, spec, run_dir=..., resume=True)."
         )
     where, _, attribute = name.partition(":")
-    if not where.strip(". "):
+    if not where.strip(". ") or (where.startswith(".") and not where.endswith(".py")):
         raise ConfigError(f"--spec {printable(name)}: expected a file (mine.py) or a module (package.module:NAME).")
     module = _of_file(Path(where).expanduser()) if where.endswith(".py") else _of_module(where)
     attribute = attribute or USUAL_NAME

@@ -56,7 +56,7 @@ class Document:
         """Merge ``over`` into these values: mappings key by key, everything else is replaced."""
         self.values = _merge_values(self.values, over.values)
         self.where |= over.where
-        self.texts |= over.texts
+        self.texts = {path: text for path, text in self.texts.items() if path not in over.where} | over.texts
 
 
 def _merge_values(base: Any, over: Any) -> Any:
