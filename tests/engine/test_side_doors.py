@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import probe
-from tests.common.oracle import SHARDED, Block, Chain, compare, compare_each, plain_loss, sample
+from tests.common.oracle import SHARDED, Block, Chain, compare, compare_each, plain_loss, planned, sample
 from tests.common.ranks import on_ranks, refusal
 
 
@@ -72,6 +72,17 @@ class KeepsLoss(Block):
         return x + self.down(F.gelu(h))
 
 
+class KeepsLossLast(Block):
+    """Computes the stored loss after its output, so that backward comes to the loss first."""
+
+    aux: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.aux = self.up(x).square().mean()
+        return y
+
+
 def with_aux_loss(model, rank, step):
     loss = plain_loss(model, rank, step)
     return loss + 0.1 * sum(block.aux for block in model.blocks)
@@ -89,6 +100,13 @@ def test_hidden_values_and_losses_kept_on_modules_are_right_in_every_step(is_che
     compare_each(Boxed, plain_loss, steps=5, is_checked=is_checked, heals=True)
     compare_each(lambda: Chain(KeepsLoss), with_aux_loss, steps=5, is_checked=is_checked, heals=True)
     compare_each(SealedRoot, open_box, is_checked=is_checked)
+
+
+@on_ranks(2)
+def test_losses_kept_on_recomputed_modules_are_right():
+    for strategy, recomputed in (("zero3", "full"), ("zero1", sw.wrap_by_name("blocks.*.up"))):
+        with planned(activation_checkpointing=recomputed):
+            compare(lambda: Chain(KeepsLossLast, 2), with_aux_loss, strategy, steps=2, heals=True)
 
 
 @on_ranks(2)

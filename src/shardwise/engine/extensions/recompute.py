@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from shardwise import torch_private
 from shardwise.engine.extensions import selective
 from shardwise.engine.extensions.wrap import find_units
+from shardwise.engine.storage.attachment import attachment_of, engine_of_unit, mark_of
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.policies import RecomputePolicy, WrapPolicy
 from shardwise.spec.replacement import Replacement
@@ -122,9 +123,22 @@ class _Recomputed(Replacement):
 
         # The keywords are passed as one argument, because torch looks there for devices whose generators it must save.
         def run(keywords: dict[str, Any], *positional: Any) -> Any:
+            if torch_private.current_backward() != -1:
+                _gather_if_released(self.module)
             return self.original(*positional, **keywords)
 
         return checkpoint(run, kwargs, *args, use_reentrant=False, context_fn=self._context_fn)
+
+
+def _gather_if_released(module: nn.Module) -> None:
+    """Gather the unit of a module that backward reaches by a value kept on it, not by its outputs: by no ticket."""
+    attachment = attachment_of(module)
+    marks = (mark_of(parameter) for parameter in module.parameters())
+    group = next((mark.group for mark in marks if mark is not None), None)
+    unit = attachment.unit if attachment is not None else group.unit if group is not None else None
+    engine = engine_of_unit(unit) if unit is not None else None
+    if unit is not None and engine is not None and not unit.all_use_unsharded:
+        engine.regather(unit)
 
 
 def _has_any_buffer(module: nn.Module) -> bool:
