@@ -83,7 +83,7 @@ def main() -> None:
     sizes: dict[str, list[int]] = {}
     classes: list[tuple[int, int, str]] = []
     functions: list[tuple[int, str]] = []
-    for path in sorted([*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]):
+    for path in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyi"), *(ROOT / "tests").rglob("*.py")]):
         text = path.read_text()
         tree, names = ast.parse(text), ["tests"]
         if path.is_relative_to(PACKAGE):
