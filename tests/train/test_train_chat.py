@@ -82,6 +82,18 @@ def test_documents_in_a_row_do_not_see_each_other(folder: Path, monkeypatch: pyt
     assert sums[0] == pytest.approx(sums[1], rel=1e-5)
 
 
+def test_only_conversations_have_a_default_of_packing_so_that_cp_may_change_at_a_resume_on_texts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    (folder / "run.yaml").write_text(CONFIG)
+    (folder / "words.txt").write_text("some words " * 2000)
+    for source, defaults in (("words.txt", [None, None]), ("chat.jsonl", [True, False])):
+        configs = [read_config("run.yaml", [f"data.source={source}", f"parallel.cp={cp}"]) for cp in (1, 2)]
+        assert [resolve(config, 2).config.data.packing for config in configs] == defaults
+
+
 def test_a_mixture_that_balances_its_experts_adds_the_loss_of_its_routers() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 

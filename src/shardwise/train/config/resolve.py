@@ -201,7 +201,7 @@ def resolve(
             "seq_len": seq_len or None,
             "source": None if config.data.mix else source.name,
             "tokenizer": tokenizer,
-            "packing": packs,
+            "packing": packs if "examples" in source.kinds else config.data.packing,  # cp changes the default
         },
         "parallel": {"mp_policy": plan.precision.as_dict()} if raised_from is not None else {},
         "optimizer": optimizer
