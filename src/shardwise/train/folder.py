@@ -110,7 +110,8 @@ def choose(
             raise CheckpointError(f"{printable(run_dir)} holds no run to resume{_advice(resume)}")
         if not is_resuming and holds_run(run_dir):
             raise ConfigError(
-                f"{printable(run_dir)} holds a run already.\n  Continue it with --resume, or name another folder."
+                f"{printable(run_dir)} holds a run already.\n  Continue it with --resume (sw.train: resume=True), or"
+                " name another folder."
             )
         return run_dir
     numbered = _numbered(base, name)
