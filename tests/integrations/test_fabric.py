@@ -136,6 +136,10 @@ def other_ways(folder: str) -> None:
     here.load(f"{folder}/two", {"other": other})
     assert all(torch.equal(value, before[name]) for name, value in sw.full_state_dict(other.module).items())
 
+    here.backward(other(torch.ones(2, 4)).sum())
+    bias = torch.optim.SGD([other.module.bias], lr=1.0)
+    assert here.clip_gradients(other, bias, max_norm=9.0).item() == 4  # without the gradients of the weight
+
     both = {"model": model, "optimizer": optimizer}
     assert "Its '_forward_module' is; pass that" in refusal(StateError, sw.full_state_dict, model)
     here.backward(model(torch.full((2, 8), torch.inf)).mean())

@@ -114,6 +114,45 @@ def test_what_the_strategy_cannot_do_is_refused() -> None:
     assert trainer.precision == "bf16-mixed"
 
 
+def alternate(world: int, strategy: Any) -> Any:
+    """Fit two parts in turns, each with its optimizer, which clips its own gradients; the other part has some too."""
+    import lightning
+
+    class Turns(type(build())):
+        automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], _index: int) -> None:
+            for optimizer in self.optimizers():
+                self.manual_backward(F.mse_loss(self(batch[0]), batch[1]))
+                self.clip_gradients(optimizer, gradient_clip_val=0.02, gradient_clip_algorithm="norm")
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=1.0) for part in (self.body, self.head)]
+
+    module = Turns()
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=world, strategy=strategy, max_epochs=1, use_distributed_sampler=False, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(module, loader(world, 8))
+    return module
+
+
+def alternate_on_rank() -> dict[str, Tensor]:
+    from shardwise.integrations.lightning import ShardwiseStrategy
+
+    return sw.full_state_dict(alternate(2, ShardwiseStrategy("zero3")))
+
+
+def test_an_optimizer_clips_its_own_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = run_on_ranks(alternate_on_rank, 2, timeout_s=100)[0]
+    for name, value in alternate(1, "auto").state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
 def normalize(folder: str, world: int, strategy: Any, **given: Any) -> Any:
     """Fit a module with a batch norm, whose last checkpoint is a link."""
     import lightning

@@ -96,13 +96,13 @@ class ShardwiseFabricStrategy(DDPStrategy):
 
     def clip_gradients_norm(
         self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,  # noqa: ARG002
+        module: nn.Module,  # noqa: ARG002
+        optimizer: torch.optim.Optimizer,
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,  # noqa: FBT001, FBT002  fabric's form
     ) -> Tensor:
-        """Clip by the norm of all gradients of the model, and return the norm.
+        """Clip by the norm of the optimizer's gradients, and return the norm.
 
         Collective:
             As ``sw.clip_grad_norm``.
@@ -110,7 +110,8 @@ class ShardwiseFabricStrategy(DDPStrategy):
         Raises:
             StateError: The norm is not finite, with ``error_if_nonfinite``.
         """
-        return sw.clip_grad_norm(module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        parameters = self.precision.main_params(optimizer)
+        return sw.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     # -- checkpoints
 

@@ -26,7 +26,6 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision  # pyrefly: ignore[missing-import]
 from lightning.pytorch.strategies import DDPStrategy  # pyrefly: ignore[missing-import]
 from lightning.pytorch.trainer.states import TrainerFn  # pyrefly: ignore[missing-import]
-from torch import nn
 
 import shardwise as sw
 from shardwise.engine.storage.attachment import attachment_of
@@ -38,9 +37,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class _ClipsShards:
-    """Clips by the norm of the whole model's gradients, which are complete before the optimizer's step begins."""
-
-    whole: nn.Module
+    """Clips by the norm of the optimizer's gradients, which are complete before its step begins."""
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
         result = self._wrap_closure(model, optimizer, closure)  # type: ignore[attr-defined]
@@ -48,8 +45,8 @@ class _ClipsShards:
             optimizer.step(**kwargs)
         return result
 
-    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:  # noqa: ARG002
-        sw.clip_grad_norm(self.whole, clip_val)
+    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        sw.clip_grad_norm(self.main_params(optimizer), clip_val)  # type: ignore[attr-defined]
 
 
 class _Plain(_ClipsShards, Precision):
@@ -119,7 +116,6 @@ class ShardwiseStrategy(DDPStrategy):
             sw.parallelize(self.model, self.plan)
             for name in _STEPS:
                 sw.register_fsdp_forward_method(self.model, name)
-        self.precision_plugin.whole = self.model
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
