@@ -36,6 +36,7 @@ _NEW_LENGTH = "(from here on the learning rate is that of a schedule of the new 
         ({"log": {"every": 7}}, []),
         ({"checkpoint": {"every": 3, "keep": 9}}, []),
         ({"optimizer": {"flat": False, "in_backward": True}}, []),
+        ({"train": {"chunked_cross_entropy": True}}, []),  # which tp, pp and cp refuse
         ({"train": {"steps": 5}}, [f"train.steps: 1000 -> 5 {_NEW_LENGTH}"]),
         (
             {"parallel": {"strategy": "ddp"}, "train": {"micro_batch_size": 4}},
