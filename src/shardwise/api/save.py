@@ -25,6 +25,7 @@ from shardwise.api.saved_optimizer import (
     read_average,
     read_optimizer,
     refuse_unknown,
+    refuse_wrappers,
     refused,
     settings_by_group,
     shared_members,
@@ -260,6 +261,7 @@ def _content(
         "mesh": engine.comms.sizes,
     }
     optimizers = _as_list(optimizer)
+    refuse_wrappers(optimizers)
     ignored = written_names(ignored_of(engine), optimizers, engine.comms)
     if optimizers:
         entry: dict[str, Any] = {

@@ -22,6 +22,9 @@ from shardwise.spec.text import aligned, printable
 #: Upper bound of the numbers in an optimizer's state, also of integers, which JSON does not limit.
 _MOST = 2.0**1000
 
+#: Settings that a group gets later: from a scheduler, and in the first step of optimizers that count in the group.
+_ADDED = {"initial_lr", "step"}
+
 
 class SavedOptimizer(BaseModel):
     """The entry ``optimizer`` of a checkpoint that ``sw.save`` wrote.
@@ -104,7 +107,7 @@ def changed_settings(
             where = f"groups.{number}.{key}"
             own = group.get(key)
             own = own.item() if isinstance(own, Tensor) and own.dim() == 0 else own
-            if key == "params" or (key not in group and key != "initial_lr"):
+            if key == "params" or key not in group.keys() | _ADDED:
                 wrong.append(f"{where}: the optimizer has no such setting")
             elif not _are_alike(own, value):
                 wrong.append(f"{where} is {value!r}, and {own!r} in the optimizer")
@@ -124,7 +127,7 @@ def refuse_unknown(path: Path, saved: Sequence[Mapping[str, Any]], groups: Seque
     unknown = [
         f"groups.{number}.{key}"
         for number, (settings, group) in enumerate(zip(saved, groups, strict=True))
-        for key in settings.keys() - group.keys() - {"params", "initial_lr"}
+        for key in settings.keys() - group.keys() - _ADDED - {"params"}
     ]
     if unknown:
         more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
@@ -173,6 +176,24 @@ def refused(path: Path, lines: Sequence[str]) -> CheckpointError:
 # -- names
 
 Optimizers = Sequence[torch.optim.Optimizer]
+
+
+def refuse_wrappers(optimizers: Optimizers) -> None:
+    """Refuse an optimizer around another one if each has state, because a checkpoint holds that of one.
+
+    Raises:
+        CheckpointError: There is such an optimizer.
+    """
+    for outer in optimizers:
+        for attribute, inner in vars(outer).items():
+            if isinstance(inner, torch.optim.Optimizer) and inner.state is not outer.state:
+                name, inside = type(outer).__name__, type(inner).__name__
+                raise CheckpointError(
+                    f"sw.save got a {name} around a {inside}, and each keeps state of its own: that of the {inside}"
+                    " would be missing from the checkpoint.\n"
+                    f"  Pass the {inside} to sw.save and sw.load (optimizer.{attribute}). The {name}'s own state then"
+                    " begins anew with a resumed run."
+                )
 
 
 def groups_of(optimizers: Optimizers) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ something else, and is refused.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable
@@ -164,7 +165,8 @@ def _is_stepping(engine: Engine) -> bool:
 def _check(optimizer: torch.optim.Optimizer) -> None:
     if optimizer not in _guarded:
         _guarded.add(optimizer)
-        optimizer.register_state_dict_pre_hook(_refuse_parts)
+        with contextlib.suppress(AttributeError):  # of a wrapper that is no whole optimizer; the wrapped one is guarded
+            optimizer.register_state_dict_pre_hook(_refuse_parts)
     needed = needed_by(optimizer)
     if needed == ELEMENT:
         return

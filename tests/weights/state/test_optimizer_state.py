@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import distributed
@@ -12,7 +14,31 @@ from tests.common import models
 from tests.common.oracle import descend
 from tests.common.ranks import refusal
 
+
+class Counting(torch.optim.SGD):
+    """Counts steps in its groups from the first one on, as apex and pytorch_optimizer do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["lr"] = 0.1 / group["step"]
+        return super().step(closure)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Is no whole optimizer, as pytorch_optimizer's Lookahead."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.defaults, self.state = inner, inner.param_groups, {}, {}
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self._patch_step_function()
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
 OPTIMIZERS = {
+    "counting": lambda parameters: Counting(parameters, lr=0.1),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
     "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),  # a product of momenta beside the step
     "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=1e-2),  # two more scalars
@@ -31,6 +57,7 @@ def train(model, optimizer, first, last):
 
 def continue_elsewhere(folder, source, target):
     """Train four steps with ``source``; and two, save, load into ``target``, and two more."""
+    sw.declare_elementwise(Counting)
     different = {}
     for name, make in OPTIMIZERS.items():
         whole = parallelize(source)
@@ -111,3 +138,18 @@ def test_settings_that_the_optimizer_does_not_have_yet_are_named_and_the_advice_
     assert not any("damaged" in text for text in (early, other))
     assert is_same
     assert is_kept
+
+
+def save_wrapped(path):
+    model = parallelize("zero3")
+    optimizer = sw.declare_elementwise(Wrapper)(torch.optim.AdamW(model.parameters()))
+    train(model, optimizer, 0, 1)
+    text = refusal(sw.CheckpointError, sw.save, path, model, optimizer)
+    sw.save(path, model, optimizer.inner)
+    return text
+
+
+def test_an_optimizer_around_another_one_steps_and_is_not_saved_without_it(tmp_path):
+    text = run_on_ranks(save_wrapped, 2, str(tmp_path / "one"))[0]
+    assert text.startswith("sw.save got a Wrapper around a AdamW, and each keeps state of its own: that of the AdamW")
+    assert "Pass the AdamW to sw.save and sw.load (optimizer.inner)." in text
