@@ -312,6 +312,20 @@ def test_attention_saves_no_matrix_of_scores(mask, is_cuda, dtype):
         assert all(t.numel() <= q.numel() for t in saved)
 
 
+@pytest.mark.parametrize(("is_cuda", "num_scores"), [(True, 0), (False, 2 * 4 * 256 * 256)])
+def test_attention_with_values_narrower_than_keys_saves_scores_on_a_cpu_only(is_cuda, num_scores):
+    from shardwise.measure.meta import FusedAttention
+
+    q, k, v = (
+        torch.empty(2, 4, 256, width, dtype=torch.bfloat16, device="meta", requires_grad=True) for width in (24, 24, 16)
+    )
+    saved = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t)
+    with FusedAttention(is_cuda=is_cuda), hooks:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert max(t.numel() for t in saved) == max(q.numel(), num_scores)
+
+
 @pytest.mark.parametrize(
     ("is_cuda", "dtype", "mask"),
     [

@@ -135,6 +135,7 @@ def check_peak(
     plan: sw.ParallelPlan,
     workload: Workload,
     batch: Any,
+    **options: Any,
 ) -> None:
     """The predicted peak is that of the fullest stage, of forward and backward; a dry run does not watch the update."""
     mesh = plan.mesh(WORLD)
@@ -148,12 +149,85 @@ def check_peak(
             batch=batch,
             backend="nccl",
             num_microbatches=num_microbatches(resolved, workload),
+            **options,
         ).peak_bytes
         for stage in range(plan.pp)
     ]
     found = memory_on("cuda", shape, resolved, workload)
     predicted = max(sum(held.values()) for moment, held in found.timeline if moment != "optimizer")
     assert predicted == pytest.approx(max(peaks), rel=0.02), found.by_category
+
+
+HF = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 512,
+    "vocab_size": 64,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+MIXTURE = {"head_dim": 32, "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+SHARED = {**MIXTURE, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512}
+LATENT = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 256,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+ALL = {"activation_checkpointing": "full"}
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(
+    ("family", "sizes", "options"),
+    [
+        ("llama", {}, {**ALL, "tp": 4, "offload_activations": True}),  # the peak is at the backward of an eager norm
+        ("olmoe", MIXTURE, {**ALL, "tp": 2}),  # ranks gather the heads, which a norm reads together
+        ("mixtral", MIXTURE, ALL),  # outputs of experts are weighted in fp32
+        ("qwen3_moe", {**MIXTURE, "moe_intermediate_size": 256}, ALL),
+        ("qwen2_moe", SHARED, {"tp": 2}),  # tp does not divide the shared expert
+        ("gpt_oss", {**MIXTURE, "sliding_window": 64}, {}),  # scores outside of the window are saved
+        ("gpt_oss", MIXTURE, {"tp": 2}),  # tp divides nothing in blocks
+        ("deepseek_v3", LATENT, {}),
+    ],
+)
+def test_the_peak_of_a_model_of_transformers_is_that_of_the_dry_run(family, sizes, options):
+    config = transformers.CONFIG_MAPPING[family](**{**HF, **sizes})
+    tokens = torch.empty(4, 512, dtype=torch.int64, device="meta")
+    plan = sw.ParallelPlan(strategy="zero3", mp_policy=sw.PrecisionPolicy(param_dtype="bf16"), **options)
+    recompute, samples = options.get("activation_checkpointing", "none"), 4 * plan.mesh(WORLD).data_parallel_size
+    workload = Workload(seq_len=512, global_batch=samples, micro_batch=4, recompute=recompute)
+    shape = sw.ModelShape.from_config(config.to_dict())
+    build = lambda: transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))  # noqa: E731
+    check_peak(build, shape, plan, workload, {"input_ids": tokens, "labels": tokens})
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_peak_with_an_average_of_the_weights_is_that_of_the_dry_run(optimizer):
+    config = sw.models.gpt("gpt-tiny", device="meta", **{**FEW_WORDS, "seq_len": 16}).config
+    tokens_BT = torch.empty(1, 16, dtype=torch.int64, device="meta")
+    workload = Workload(seq_len=16, global_batch=WORLD, precision="fp32", optimizer=optimizer, has_average=True)
+    check_peak(
+        lambda: sw.models.gpt(config),
+        sw.ModelShape.from_config(config),
+        sw.ParallelPlan(strategy="ddp"),
+        workload,
+        (tokens_BT, tokens_BT),
+        optimizer=optimizer,
+        has_average=True,
+    )
 
 
 VIT = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "hidden_dropout_prob": 0.1}
@@ -197,10 +271,10 @@ class Adapted(nn.Module):
         return self.inner(x_BTD) + self.up(self.down(x_BTD))
 
 
-def adapted(config: object) -> nn.Module:
-    """A GPT in bf16 whose blocks train adapters of rank 8 alone."""
-    model = sw.models.gpt(config, device="meta").requires_grad_(requires_grad=False).to(torch.bfloat16)
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "blocks" in name]
+def adapted(model: nn.Module) -> nn.Module:
+    """A model in bf16 whose blocks train adapters of rank 8 alone."""
+    model = model.requires_grad_(requires_grad=False).to(torch.bfloat16)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
     for name in linear:
         model.set_submodule(name, Adapted(model.get_submodule(name), 8))
     return model
@@ -216,9 +290,29 @@ def test_the_peak_with_adapters_beside_frozen_layers_is_that_of_the_dry_run(over
     plan = sw.ParallelPlan(strategy=strategy, dp_shard=WORLD, mp_policy=policy, quantize_frozen=form)
     tokens_BT = torch.empty(4, config.seq_len, dtype=torch.int64, device="meta")
     run = sw.dry_run(
-        lambda: adapted(config), plan, world_size=WORLD, rank=0, batch=(tokens_BT, tokens_BT), backend="nccl"
+        lambda: adapted(sw.models.gpt(config, device="meta")),
+        plan,
+        world_size=WORLD,
+        rank=0,
+        batch=(tokens_BT, tokens_BT),
+        backend="nccl",
     )
     workload = Workload(seq_len=config.seq_len, global_batch=4 * WORLD, micro_batch=4, lora_rank=8)
     found = memory_on("cuda", sw.ModelShape.from_config(config), plan, workload)
     predicted = max(sum(held.values()) for moment, held in found.timeline if moment != "optimizer")
     assert predicted == pytest.approx(run.peak_bytes, rel=0.02), found.by_category
+
+
+@pytest.mark.parametrize("form", ["none", "int8"])
+def test_a_frozen_mixture_saves_no_inputs_of_experts_and_its_stacks_are_not_quantized(form):
+    sizes = {**HF, **MIXTURE, "moe_intermediate_size": 256, "vocab_size": 2048}
+    config = transformers.CONFIG_MAPPING["qwen3_moe"](**sizes)
+    tokens = torch.empty(4, 512, dtype=torch.int64, device="meta")
+    policy = sw.PrecisionPolicy(param_dtype="bf16")
+    check_peak(
+        lambda: adapted(transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))),
+        sw.ModelShape.from_config(config.to_dict()),
+        sw.ParallelPlan(strategy="ddp", mp_policy=policy, quantize_frozen=form),
+        Workload(seq_len=512, global_batch=4 * WORLD, micro_batch=4, lora_rank=8),
+        {"input_ids": tokens, "labels": tokens},
+    )

@@ -154,6 +154,7 @@ def plan(
         compile=bool(fixed.get("compile", False)),
         lora_rank=rank,
         chunked_loss=chunked_loss or subject.chunked_loss,
+        has_average=subject.has_average,
     )
     if largest:
         _show_largest(subject.shape, cluster, workload, fixed, is_json=json_output)
@@ -273,6 +274,7 @@ class Subject:
     optimizer: str = "adamw"
     lora_rank: int | None = None  # rank of its adapters; ``None``: the model itself is trained
     chunked_loss: bool = False  # ``train.chunked_cross_entropy``
+    has_average: bool = False  # ``train.ema_decay``
 
     def written(self, out: Path) -> dict[str, Any]:
         """Return the ``model`` section for a configuration at ``out``. Writes a well-known model's folder beside it."""
@@ -382,6 +384,7 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
         optimizer=optimizer_of(config.optimizer, own_optimizer),
         lora_rank=config.lora.rank,
         chunked_loss=config.train.chunked_cross_entropy,
+        has_average=config.train.ema_decay is not None,
     )
 
 

@@ -106,6 +106,7 @@ class _Count:
     parts: list[Part] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     scores: float = 0.0
+    passing_scores: float = 0.0
     inner: float = 0.0
 
     def unit(self, first_len: int) -> UnitWork:
@@ -116,7 +117,10 @@ class _Count:
         if block.cross is not None:
             self._attend(block.cross, first_len)
         self._add_stream(num_layers)
+        num_parts, num_products = len(self.parts), len(self.products)
         self._feed_forward()
+        saved = sum(part.saved_bytes for part in self.parts[num_parts:])
+        weights = rank.trains * sum(product.num_weights for product in self.products[num_products:])
         adapted = list(self._adapters()) if rank.workload.lora_rank else []
         adapters = int(sum(p.inner * p.columns * p.count for p in adapted))
         regathered = e * num_layers * (rank.stream_numel - rank.local_stream_numel)
@@ -143,6 +147,7 @@ class _Count:
             input_bytes=e * rank.local_stream_numel,
             scores_bytes=self.scores,
             regathered_bytes=regathered,
+            late_bytes=self._late_bytes(e * weights - saved),
             exchanges=tuple(self.exchanges),
         )
 
@@ -164,6 +169,16 @@ class _Count:
         self.parts += [arithmetic.residual(numel)] * num_layers
         if block.has_dropout:
             self.parts += [arithmetic.dropout(numel)] * num_layers
+
+    def _late_bytes(self, more: float) -> float:
+        """See ``UnitWork.late_bytes``; ``more``: gradients of the feed-forward's weights, less what it saved."""
+        rank, block = self.rank, self.block
+        numel = rank.local_stream_numel
+        norm = rank.arithmetic.norm(block.norm, numel, rank.shape.hidden)
+        of_scores, of_norm = self.passing_scores + more - norm.saved_bytes, 0.0
+        if norm.num_kernels > 1:  # an eager RMS norm: five tensors in fp32; the last norm's backward is the first
+            of_norm = 20 * numel + (0.0 if block.num_last_norms else more + 4 * numel - norm.saved_bytes)
+        return max(of_scores, of_norm)
 
     # -- attention
 
@@ -188,16 +203,15 @@ class _Count:
             self._product(tokens, hidden, q)
             self._product(key_tokens, hidden, kv, 2)
         self._product(tokens, q, hidden)
-        heads = layer.heads / rank.degrees.tp
-        is_windowed = layer.window is not None and layer.window < key_len
-        keys = layer.window if is_windowed and layer.window is not None else key_len
+        here = q, kv, layer.heads / rank.degrees.tp
+        q, kv, heads = (layer.q_width, layer.kv_width, layer.heads) if layer.norms_all_heads else here
+        keys = layer.num_keys(key_len)
         self.attention.append(
-            AttentionWork(tokens, keys, q, heads, layer.is_causal and not is_windowed, is_fused=not layer.plain)
+            AttentionWork(tokens, keys, q, heads, layer.is_causal and keys == key_len, is_fused=not layer.plain)
         )
         if layer.norm_numel:
-            is_by_head = layer.norm_numel == 2 * layer.head_dim
             for width, full_width in ((q, layer.q_width), (kv, layer.kv_width)):
-                row = layer.head_dim if is_by_head else full_width
+                row = full_width if layer.norms_all_heads else layer.head_dim
                 self.parts.append(arithmetic.norm(self.block.norm, tokens * width, row, keeps_output=False))
         if layer.has_rotary:
             self.parts.append(arithmetic.rotary(tokens * (q + kv), layer.rotary_share, joins=layer.joins_rotary))
@@ -209,6 +223,7 @@ class _Count:
         pairs = tokens * heads * keys
         if layer.plain:
             self.parts.append(arithmetic.plain_attention(layer.plain, tokens * q, key_tokens * kv, pairs))
+            self.passing_scores = arithmetic.score_gradients(layer.plain, pairs)
         else:
             self.parts.append(arithmetic.attention(tokens * q, key_tokens * kv, tokens * heads))
             self.scores += arithmetic.scores(pairs, drops=layer.has_dropout)
@@ -232,10 +247,8 @@ class _Count:
         self.attention.append(AttentionWork(tokens, key_len, (q + values) / 2, layer.heads, layer.is_causal))
         self.parts.append(arithmetic.rotary(tokens * 2 * q, layer.rotary_share, joins=True))
         self.parts.append(arithmetic.attention(tokens * q, tokens * values, tokens * layer.heads))
-        copied, narrow = rank.itemsize * tokens * values, layer.heads * (layer.head_dim - latent.rotary_dim)
-        self.parts.append(Part("output copy", 2 * copied, 2 * copied, copied, 1))
-        narrow_bytes = rank.itemsize * tokens * narrow  # keys in the values' memory
-        self.parts.append(Part("fused input", 0.0, 0.0, narrow_bytes, 0))
+        narrow = layer.heads * (layer.head_dim - latent.rotary_dim)  # keys in the values' memory
+        self.parts.append(Part("fused input", 0.0, 0.0, rank.itemsize * tokens * narrow, 0))
 
     def _input_gradients(self, layer: Attention, outputs: float) -> Part:
         """Element-wise work of the projections' backward: gradients of biases, and sums of input gradients."""
@@ -258,6 +271,9 @@ class _Count:
         self._product(tokens, hidden, forward.count)
         self._mlp(forward.mlp, routed / num_local, num_local)
         self.parts += _routing(tokens, routed, forward, hidden, e, is_fused=rank.arithmetic.is_fused)
+        if not rank.trains:  # neither is that of the experts, nor that of the router
+            frozen = routed + tokens * (forward.shared is None)
+            self.parts.append(Part("frozen", 0.0, 0.0, -e * frozen * hidden, 0))
         if forward.shared is not None:
             if forward.has_shared_gate:
                 self._product(tokens, hidden, 1)
@@ -271,7 +287,7 @@ class _Count:
 
     def _mlp(self, mlp: Mlp, rows: float, count: int) -> None:
         rank, arithmetic, hidden = self.rank, self.rank.arithmetic, self.rank.shape.hidden
-        inner, is_batched = mlp.ffn / rank.degrees.tp, count > 1
+        inner, is_batched = mlp.ffn / (1 if mlp.is_replicated else rank.degrees.tp), count > 1
         if mlp.is_gated and not mlp.is_fused:
             self._product(rows, hidden, inner, 2 * count, is_batched=is_batched)
         else:
@@ -281,6 +297,8 @@ class _Count:
         numel = rows * count * inner
         self.inner += rank.itemsize * numel * (1 + mlp.is_gated)
         self.parts.append((arithmetic.gated if mlp.is_gated else arithmetic.activation)(mlp.activation, numel))
+        if is_batched and not rank.trains:  # the input of a frozen product without an adapter is not saved
+            self.parts.append(Part("frozen", 0.0, 0.0, -rank.itemsize * numel, 0))
         if mlp.has_dropout:
             self.parts.append(arithmetic.dropout(numel, keeps_output=not mlp.is_gated))
         if mlp.is_gated:
@@ -323,7 +341,7 @@ class _Count:
         if isinstance(forward, Experts):
             replicated -= forward.expert_parameters(hidden)
         mlp = forward.shared if isinstance(forward, Experts) else forward
-        if mlp is not None:
+        if mlp is not None and not mlp.is_replicated:
             part = hidden * (mlp.up_width + mlp.ffn) + mlp.has_bias * mlp.up_width
             replicated, divided = replicated - part, divided + part / t
         return replicated - block.extra + math.ceil(divided + block.extra / t)

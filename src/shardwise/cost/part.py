@@ -190,6 +190,10 @@ class Arithmetic:
             kernels,
         )
 
+    def score_gradients(self, kind: str, pairs: float) -> float:
+        """Bytes of the gradients of plain attention's probabilities and scores, less the probabilities' copy."""
+        return pairs * (8 - self.itemsize if kind == "capped" else 2 * self.itemsize)
+
     def scores(self, pairs: float, *, drops: bool) -> float:
         """Additional saved bytes without a fused kernel: Korthikanti's ``5 a s² b`` with dropout."""
         return pairs * (self.itemsize + (1 + self.itemsize if drops else 0))

@@ -121,6 +121,8 @@ class UnitWork:
         scores_bytes: Additional saved bytes if attention is not one kernel.
         regathered_bytes: With ``sequence_parallel``, the part of saved inputs of products that other ranks also have.
             Our engine saves it; Megatron gathers it again in backward.
+        late_bytes: Bytes in backward beyond ``saved_bytes``, after that of the feed-forward: temporary tensors of an
+            eager RMS norm or of scores, and gradients of the feed-forward's weights, less what the feed-forward saved.
         encoder_bytes: For a decoder's first block: saved bytes of modules between encoder and decoder.
         exchanges: Collectives inside the unit.
     """
@@ -140,6 +142,7 @@ class UnitWork:
     input_bytes: float = 0.0
     scores_bytes: float = 0.0
     regathered_bytes: float = 0.0
+    late_bytes: float = 0.0
     encoder_bytes: float = 0.0
     exchanges: tuple[Exchange, ...] = ()
 

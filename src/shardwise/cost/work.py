@@ -41,6 +41,9 @@ def model_work(shape: ModelShape | TracedModel, plan: ParallelPlan, workload: Wo
     return _model_work(shape, Degrees(plan.tp, plan.cp, plan.ep, plan.sequence_parallel and plan.tp > 1), workload)
 
 
+#: Families of which ``tp`` divides embedding and head only.
+_WHOLE_BLOCKS = frozenset({"gpt_oss"})
+
 #: Families whose experts ``sw.muon_groups`` treats as matrices: separate modules, or stacks (``experts.layer``).
 _EXPERT_MATRICES = frozenset({"gpt", "mixtral", "qwen3_moe"})
 
@@ -69,7 +72,8 @@ def _model_work(shape: ModelShape, degrees: Degrees, workload: Workload) -> tupl
         length = second if has_two and num_before >= shape.num_encoder_blocks else first
         num_before += count
         if (block, length) not in works:
-            works[block, length] = block_work(Rank(shape, degrees, workload, length), block, first)
+            inside = replace(degrees, tp=1) if shape.family in _WHOLE_BLOCKS else degrees
+            works[block, length] = block_work(Rank(shape, inside, workload, length), block, first)
         unit = replace(works[block, length], name=f"block{index}", count=count)
         if has_two and num_before - count == shape.num_encoder_blocks:
             unit = replace(unit, encoder_bytes=_encoder_bytes(Rank(shape, degrees, workload, first), unit, length))

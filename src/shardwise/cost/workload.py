@@ -32,6 +32,7 @@ class Workload:
         in_backward: Each unit is updated inside backward, so that gradients exist for one unit at a time.
         decoder_seq_len: Tokens of the decoder's sequence if the model also has an encoder; ``None``: ``seq_len``.
         chunked_loss: The loss is computed for a part of the positions at a time, so that full logits never exist.
+        has_average: A moving average of the weights is kept in fp32 (``train.ema_decay``).
         lora_rank: Train low-rank adapters of this rank on every linear layer of the blocks; ``None``: train everything.
 
     Raises:
@@ -47,18 +48,19 @@ class Workload:
     compile: bool = False
     in_backward: bool = False
     chunked_loss: bool = False
+    has_average: bool = False
     lora_rank: int | None = None
     decoder_seq_len: int | None = None
 
     @property
     def optimizer_tensors(self) -> float:
-        """State tensors in fp32 for each parameter; for Muon, a parameter that is not a hidden matrix."""
-        return OPTIMIZERS[self.optimizer]
+        """State tensors in fp32 for each parameter, average included; for Muon, one that is not a hidden matrix."""
+        return OPTIMIZERS[self.optimizer] + self.has_average
 
     @property
     def matrix_tensors(self) -> float:
         """State tensors in fp32 for a hidden matrix."""
-        return 1 if self.optimizer == "muon" else self.optimizer_tensors
+        return self.optimizer_tensors - (self.optimizer == "muon")
 
     def __post_init__(self) -> None:
         problems = [

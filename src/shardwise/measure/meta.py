@@ -134,7 +134,8 @@ class FusedAttention(TorchFunctionMode):
 
     Args:
         is_cuda: Use the kernels of a GPU (flash attention in 16 bit, memory-efficient attention otherwise, which also
-            accepts masks that need gradients, like T5's) or of the CPU (its flash kernel, without dropout).
+            accepts masks that need gradients, like T5's, and values narrower than keys, like DeepSeek's) or of the CPU
+            (its flash kernel, without dropout).
         hides_tokens: The batch has a mask that hides tokens (:func:`hides_tokens`).
     """
 
@@ -167,8 +168,9 @@ class FusedAttention(TorchFunctionMode):
         enable_gqa: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> Tensor | None:
         """The fused kernel's output, or ``None`` if the plain formula would be used."""
-        is_even = query.dim() == 4 and query.shape[0] == key.shape[0] and query.shape[-1] == value.shape[-1]
-        is_refused = attn_mask is not None and attn_mask.requires_grad and not self._is_cuda
+        is_even = query.dim() == 4 and query.shape[0] == key.shape[0]
+        has_one_width = query.shape[-1] == value.shape[-1]  # the memory-efficient kernel does not need it
+        is_refused = not (has_one_width and (attn_mask is None or not attn_mask.requires_grad)) and not self._is_cuda
         if not (query.is_meta and is_even) or is_refused:
             return None
         is_grouped = query.shape[1] != key.shape[1]
@@ -176,7 +178,7 @@ class FusedAttention(TorchFunctionMode):
             return None  # the plain formula repeats keys and values, or raises a clear error
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-        is_flash = query.dtype in {torch.float16, torch.bfloat16} and attn_mask is None
+        is_flash = query.dtype in {torch.float16, torch.bfloat16} and attn_mask is None and has_one_width
         if dropout_p if not self._is_cuda else is_grouped and not is_flash:
             return None  # the CPU's kernel has no dropout, the memory-efficient one no grouped queries
         if not self._is_cuda:

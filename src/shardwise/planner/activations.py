@@ -19,11 +19,12 @@ class Saved:
     """Bytes of one unit and one microbatch.
 
     Attributes:
-        kept: Bytes stored from forward to backward.
+        kept: Bytes stored from forward to backward, on the host if activations are offloaded.
         whole: The same without recomputation; a unit also stores these while it is recomputed.
         passing: Temporary bytes at the peak of backward.
         output: Bytes of the output.
         terms: Bytes stored from the input pass of a split backward to its weight pass.
+        stays: Bytes between this unit and the one before it, which are never on the host.
     """
 
     kept: float
@@ -31,6 +32,7 @@ class Saved:
     passing: float
     output: float
     terms: float = 0.0
+    stays: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Around:
         routes_tokens: Mixtures send tokens to the ranks that have their experts.
         is_adapted: Frozen layers have adapters.
         chunks_loss: The loss is computed for a part of the positions at a time.
+        is_compiled: Element-wise operations are fused.
     """
 
     family: str
@@ -58,6 +61,7 @@ class Around:
     routes_tokens: bool = False
     is_adapted: bool = False
     chunks_loss: bool = False
+    is_compiled: bool = False
 
     @classmethod
     def of(cls, shape: ModelShape, plan: ParallelPlan, workload: Workload) -> Around:
@@ -72,6 +76,7 @@ class Around:
             routes_tokens=plan.routes_tokens,
             is_adapted=workload.lora_rank is not None,
             chunks_loss=workload.chunked_loss,
+            is_compiled=workload.compile,
         )
 
     def stream(self, unit: UnitWork) -> float:
@@ -98,13 +103,16 @@ def block_saved(unit: UnitWork, block: Block | None, around: Around, recompute: 
     scores, products_of_scores = _unfused(unit, block, around)
     products, saved, passing = _mixture(unit, block, around)
     whole = unit.saved_bytes + scores + saved
+    casts = block.norm in {"rms", "wide"} and around.item == 2 and block.num_norms > block.num_last_norms
+    if recompute != "none" and casts and not around.is_compiled:
+        whole += unit.input_bytes  # the first norm saves a copy in fp32 of the input
     outputs = unit.selective_bytes + products_of_scores + products
     kept = {"none": whole, "selective": outputs, "full": unit.input_bytes}[recompute]
     passing += (1 + block.has_dropout) * around.stream(unit)
     if around.cp > 1:
         passing = max(passing, _ring(unit, block, around) - 2 * unit.inner_bytes)
     more = unit.encoder_bytes
-    return Saved(kept + more, whole + more, passing, output=unit.stream_bytes)
+    return Saved(kept, whole + more, passing, output=unit.stream_bytes, stays=more)
 
 
 def weight_terms(unit: UnitWork, around: Around) -> float:
@@ -144,9 +152,11 @@ def _mixture(unit: UnitWork, block: Block, around: Around) -> tuple[float, float
     """
     feed = block.feed_forward
     if not isinstance(feed, Experts):
-        width = unit.inner_bytes / (2 if feed.is_gated else 1)
-        return 0.0, 0.0, unit.inner_bytes + width * around.is_adapted
-    if around.family != "gpt" or around.routes_tokens:
+        return 0.0, 0.0, unit.inner_bytes * (1 + (around.is_adapted and not feed.is_gated))
+    if around.family != "gpt":  # the weighted outputs and two gradients, or the inner activations' gradients
+        weighted = 3 * feed.per_token * (4 if feed.has_wide_weights else around.item) / around.item
+        return 0.0, 0.0, max(weighted * around.stream(unit), unit.inner_bytes)
+    if around.routes_tokens:
         return 0.0, 0.0, (2 * feed.per_token + 1) * around.stream(unit)
     others = feed.count - feed.per_token
     inner = others / feed.per_token * unit.inner_bytes
@@ -171,7 +181,7 @@ class HeadSaved:
         kept: Tensors that the last norm saves, and the head's input.
         waits: Tensors that the loss saves.
         forward: Logits while the loss is computed.
-        backward: Logits and their gradients while the loss's backward runs.
+        backward: Logits and their gradients while the loss's backward runs, or temporary tensors of the norm's.
     """
 
     kept: float
@@ -188,6 +198,8 @@ def head_saved(unit: UnitWork, around: Around) -> HeadSaved:
     """
     item = around.item
     logits = unit.inner_bytes / item
+    eager = [part.saved_bytes for part in unit.parts if part.name == "norm" and part.num_kernels > 1]
+    of_norm = sum(24 * unit.stream_bytes / item - saved for saved in eager)  # as in ``cost.block``
     kept = sum(part.saved_bytes for part in unit.parts if part.name != "loss")
     kept += around.stream(unit) - unit.stream_bytes  # gathered over tp
     if around.chunks_loss:
@@ -195,8 +207,9 @@ def head_saved(unit: UnitWork, around: Around) -> HeadSaved:
         # are computed in forward and stored until backward.
         hidden = around.stream(unit) / item
         logit_bytes = item * (hidden + logits / around.tokens(unit) * around.hidden)
-        return HeadSaved(kept, logit_bytes, (item + 8) * hidden + logit_bytes, logit_bytes)
+        return HeadSaved(kept, logit_bytes, (item + 8) * hidden + logit_bytes, max(logit_bytes, of_norm))
     if around.tp > 1:
-        return HeadSaved(kept, 4 * logits, (item + 4) * logits, (8 + (item if item == 2 else 0)) * logits)
+        backward = max((8 + (item if item == 2 else 0)) * logits, of_norm)
+        return HeadSaved(kept, 4 * logits, (item + 4) * logits, backward)
     wide = 0 if item == 4 else 4
-    return HeadSaved(kept, 4 * logits, (item + wide + 4) * logits, 12 * logits)
+    return HeadSaved(kept, 4 * logits, (item + wide + 4) * logits, max(12 * logits, of_norm))

@@ -205,7 +205,7 @@ def _parameters(unit: UnitWork, workload: Workload, *, block_of: ModelShape | No
         dense = unit.num_parameters - experts
         return Parameters(dense, experts, matrices=min(matrices, dense), expert_matrices=min(expert_matrices, experts))
     frozen = unit.num_parameters - unit.num_trained
-    packed = 0 if unit.name == "embedding" else frozen
+    packed = 0 if unit.name == "embedding" else frozen - unit.num_expert_parameters  # stacks are not linear layers
     return Parameters(unit.num_trained, frozen=frozen, packed=packed, matrices=min(matrices, unit.num_trained))
 
 
@@ -332,11 +332,12 @@ def _saved(unit: UnitWork, block: Block | None, around: Around, recompute: str, 
         weight = sum(last.inner * last.columns for last in unit.products[-1:] if last.is_trained)
         # The gradient of a weight waits for the unit's others; if layers are units, it does not.
         passing = saved.passing + (around.stream(unit) if has_layers(inputs.plan) else around.item * weight)
-        return Saved(kept, saved.whole + more, passing, saved.output)
+        passing = max(passing, around.stream(unit) + unit.late_bytes)
+        return replace(saved, kept=kept, whole=saved.whole + more, passing=passing)
     is_plain = block is not None and isinstance(block.feed_forward, Mlp) and not block.feed_forward.is_gated
     passing = saved.passing + unit.inner_bytes / (1 if is_plain else 2)  # with the last layer's input
     terms = weight_terms(unit, around)
-    return Saved(kept, saved.whole + more, passing, saved.output, terms)
+    return replace(saved, kept=kept, whole=saved.whole + more, passing=passing, terms=terms)
 
 
 def _merged(saved: Saved, blocks: int) -> Saved:
@@ -344,7 +345,7 @@ def _merged(saved: Saved, blocks: int) -> Saved:
     if blocks == 1:
         return saved
     whole = saved.whole + (blocks - 1) * max(saved.kept, saved.terms)
-    return Saved(saved.kept * blocks, whole, saved.passing, saved.output, saved.terms * blocks)
+    return replace(saved, kept=saved.kept * blocks, whole=whole, terms=saved.terms * blocks)
 
 
 def _estimate(rank: Rank, moments: list[tuple[str, Bytes]], inputs: _Inputs, num_logits: float) -> MemoryEstimate:

@@ -40,7 +40,7 @@ class Part:
     @property
     def kept(self) -> float:
         """Bytes on the device from a unit's forward to its backward."""
-        return 0.0 if self.is_offloaded else self.saved.kept
+        return self.saved.stays + (0.0 if self.is_offloaded else self.saved.kept)
 
     @property
     def neighbor_bytes(self) -> float:
@@ -204,7 +204,8 @@ class Rank:
                     prefetched = ahead.gathered * min(rules.prefetch[1], place + index)
                 left = below - behind * part.kept  # activations of this unit and those before it
                 left += terms + behind * part.saved.terms
-                left += neighbor_bytes - part.kept  # without this unit's, but with those copied back for the next unit
+                copied = neighbor_bytes if place + index or is_pipeline else 0.0  # copied back for the next unit
+                left += copied - part.kept  # without this unit's
                 gradients, buffers = (a + b for a, b in zip((done + waiting, pooled), kept(unit, behind), strict=True))
                 gradients += is_late * (late + behind * unit.gradients)
                 name = f"backward of block {place + index}"
@@ -231,7 +232,7 @@ class Rank:
                     f"{name}, its end",
                     self._moment(gathered, gradients + unit.gradients, buffers + under_way, end + 2 * output),
                 )
-                last_bytes = gathered, gradients + unit.gradients, buffers + under_way, end + output - neighbor_bytes
+                last_bytes = gathered, gradients + unit.gradients, buffers + under_way, end + output - copied
                 # Earlier reductions, except the newest, have ended before this unit's buffer is allocated.
                 still -= 0.0 if is_pipeline else unit.gathered
                 gathered = root.gathered + (prefetched if reshards else still) + inner

@@ -299,6 +299,7 @@ def _feed_forward(config: Config, layer: int, *, has_bias: bool, is_fused: bool,
         )
     is_oss = config["model_type"] == "gpt_oss"
     ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
+    has_gate = bool(config.get("shared_expert_intermediate_size"))
     shared = config.get("shared_expert_intermediate_size") or ffn * (config.get("n_shared_experts") or 0)
     return Experts(
         count=count,
@@ -310,10 +311,11 @@ def _feed_forward(config: Config, layer: int, *, has_bias: bool, is_fused: bool,
             activation="clamped" if is_oss else activation,
             is_fused=True,
         ),
-        shared=Mlp(ffn=shared, is_gated=True, activation=activation) if shared else None,
-        has_shared_gate=bool(config.get("shared_expert_intermediate_size")),
+        shared=Mlp(ffn=shared, is_gated=True, activation=activation, is_replicated=has_gate) if shared else None,
+        has_shared_gate=has_gate,
         has_router_bias=is_oss,
         has_wide_router="n_routed_experts" in config,
+        has_wide_weights="n_routed_experts" in config or config["model_type"] == "mixtral",
     )
 
 

@@ -93,6 +93,15 @@ class Attention:
         """Width of the keys, and of the values."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether each norm of queries or keys reads all heads together, as in OLMo 2."""
+        return self.norm_numel not in {0, 2 * self.head_dim}
+
+    def num_keys(self, key_len: int) -> int:
+        """Keys whose scores a query computes: those in the window, which only fused kernels leave out."""
+        return key_len if self.window is None or self.plain else min(self.window, key_len)
+
     def num_parameters(self, hidden: int) -> int:
         """Parameters: ``2 h (q + kv)``, biases, norms and ``extra``."""
         weights = 2 * hidden * (self.q_width + self.kv_width)
@@ -114,6 +123,7 @@ class Mlp:
             ``"relu"``, or ``"clamped"``, gpt-oss's gate.
         is_fused: The two up projections of a gated feed-forward are one matrix product.
         has_dropout: The input of the down projection is dropped out in training, as in T5.
+        is_replicated: ``tp`` does not divide it: the shared expert of Qwen2-MoE.
     """
 
     ffn: int
@@ -122,6 +132,7 @@ class Mlp:
     activation: str = "silu"
     is_fused: bool = False
     has_dropout: bool = False
+    is_replicated: bool = False
 
     @property
     def up_width(self) -> int:
@@ -145,6 +156,7 @@ class Experts:
         has_shared_gate: A projection to one number scales the shared expert's output.
         has_router_bias: The router has biases.
         has_wide_router: The router computes in fp32.
+        has_wide_weights: Outputs of experts are multiplied by weights in fp32.
     """
 
     count: int
@@ -154,6 +166,7 @@ class Experts:
     has_shared_gate: bool = False
     has_router_bias: bool = False
     has_wide_router: bool = False
+    has_wide_weights: bool = False
 
     def expert_parameters(self, hidden: int) -> int:
         """Parameters of all routed experts. Expert parallelism divides them over ranks."""

@@ -73,6 +73,7 @@ def workload_of(resolved: RunConfig, shape: ModelShape) -> Workload:
         compile=plan.compile,
         in_backward=section.in_backward,
         chunked_loss=resolved.config.train.chunked_cross_entropy,
+        has_average=resolved.config.train.ema_decay is not None,
         lora_rank=resolved.config.lora.rank,
     )
 
