@@ -330,9 +330,9 @@ def _saved(unit: UnitWork, block: Block | None, around: Around, recompute: str, 
     policy = inputs.plan.pipeline_policy
     if policy is None or not policy.is_split:
         weight = sum(last.inner * last.columns for last in unit.products[-1:] if last.is_trained)
-        # The gradient of a weight waits for the unit's others; if layers are units, it does not.
-        passing = saved.passing + (around.stream(unit) if has_layers(inputs.plan) else around.item * weight)
-        passing = max(passing, around.stream(unit) + unit.late_bytes)
+        passing = saved.passing + around.stream(unit)
+        if not has_layers(inputs.plan):  # the gradient of a weight waits for the unit's others
+            passing = max(saved.passing + around.item * weight, around.stream(unit) + unit.late_bytes)
         return replace(saved, kept=kept, whole=saved.whole + more, passing=passing)
     is_plain = block is not None and isinstance(block.feed_forward, Mlp) and not block.feed_forward.is_gated
     passing = saved.passing + unit.inner_bytes / (1 if is_plain else 2)  # with the last layer's input
