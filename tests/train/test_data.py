@@ -330,6 +330,17 @@ def test_what_datasets_writes_beside_a_saved_data_set_is_not_read_as_its_rows(tm
     assert len(find_source(str(tmp_path)).files) == 3
 
 
+def test_a_data_set_of_a_hub_is_its_rows(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    for name in (".gitattributes", "README.md", "data/train-00000-of-00001.parquet"):
+        fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/hub/{name}", b"x")
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for source in (f"memory://{tmp_path.name}/hub", str(tmp_path)):
+        (file,) = find_source(source).files
+        assert str(file).endswith("data/train-00000-of-00001.parquet")
+
+
 def test_a_folder_with_other_splits_beside_that_for_training_is_refused(tmp_path: Path) -> None:
     data = tmp_path / "train" / "data"  # names above the files are not looked at
     data.mkdir(parents=True)

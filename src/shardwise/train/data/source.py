@@ -43,8 +43,8 @@ RECORDS, RECORDS_OR_TEXT = (".jsonl", ".parquet", ".arrow"), (".json", ".csv")
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 #: Names of splits in the paths of a data set's files, as ``datasets`` finds them.
 _SPLIT = re.compile(r"(?:^|[-_. /])(train|test|val|valid|validation|dev|eval)(?:ing|uation)?(?=[-_. /])")
-#: Files that ``datasets.Dataset.save_to_disk`` writes in addition to the rows.
-_SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")
+#: Files beside the rows of a data set: of ``datasets.Dataset.save_to_disk``, and the card of a data set of a hub.
+_SAVED = ("state.json", "dataset_info.json", "dataset_dict.json", "README.md")
 
 #: Stores of fsspec that report a file's size and whether the file has changed; web servers may not.
 _PROTOCOLS = ("s3", "gs", "az", "abfs", "hf", "memory")
@@ -163,7 +163,8 @@ def _remote(name: str, max_bytes: int | None) -> Source:
     try:
         system, path = url_to_fs(name)
         listed = system.glob(path, detail=True) if glob.has_magic(path) else system.find(path, detail=True)
-        found = {system.unstrip_protocol(each): info for each, info in listed.items() if info["type"] == "file"}
+        visible = {each: info for each, info in listed.items() if glob.has_magic(path) or "/." not in each[len(path) :]}
+        found = {system.unstrip_protocol(each): info for each, info in visible.items() if info["type"] == "file"}
         marks = [system.ukey(each) for each in sorted(found)]
     except Exception as error:  # noqa: BLE001  stores raise errors of their own classes
         raise DataError(
