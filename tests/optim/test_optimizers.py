@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.spec.errors import StateError
-from shardwise.testing import forget_declaration, probe, run_on_ranks
+from shardwise.testing import forget_declaration, forget_notices, probe, run_on_ranks
 from tests.common.oracle import (
     PRESETS,
     Block,
@@ -145,6 +147,21 @@ def test_lbfgs_decides_by_the_loss_of_all_ranks():
     expected = train(lambda model: (loss_on(0, model) + loss_on(1, model)) / 2)
     found = train(functools.partial(loss_on, dist.get_rank()), lambda m: sw.parallelize(m, sw.ParallelPlan("ddp")))
     torch.testing.assert_close(found, expected)
+
+
+@on_ranks(1)
+def test_a_step_without_any_gradient_is_told():
+    for strategy in ("ddp", "zero3"):
+        for is_restricted in (False, True):
+            forget_notices()
+            model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.step()  # nothing has run
+            plain_loss(model, 0, 0).backward(inputs=list(model.parameters()) if is_restricted else None)
+            told = io.StringIO()
+            with contextlib.redirect_stderr(told):
+                optimizer.step()
+            assert ("optimizer.step() found no gradient" in told.getvalue()) == is_restricted
 
 
 def whole_stranger():

@@ -28,6 +28,7 @@ from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.optimizer import Content, bits_of, content_of, engines_of, needed_by, shards_of
 from shardwise.engine.storage.waiting import refuse_sums
 from shardwise.engine.unit import replaced_after
+from shardwise.launch.log_once import log_once
 from shardwise.spec.errors import StateError
 from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, keeps
 from shardwise.spec.order import EntryPoint
@@ -145,8 +146,16 @@ def _check_moment(engine: Engine, *, has_closure: bool) -> None:
             "optimizer.step() inside sw.full_parameters(): the optimizer's state is of shards.\n  Step outside of it."
         )
     engine.window.step.refuse("optimizer.step()")
-    if not has_closure:
-        refuse_sums(engine, "optimizer.step()")
+    if has_closure:
+        return
+    refuse_sums(engine, "optimizer.step()")
+    has_gradients = any(shard.grad is not None for group in engine.groups for shard in group.shards)
+    if not has_gradients and any(unit.calls.num_outstanding for unit in engine.units):
+        log_once(
+            "optimizer.step() found no gradient, though the model has run with grad since the last step. If backward"
+            " was called, it was loss.backward(inputs=model.parameters()), which gives a parallelized model none.\n"
+            "  Call loss.backward(); requires_grad_(False) keeps gradients from other parameters."
+        )
 
 
 def _step_ends(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

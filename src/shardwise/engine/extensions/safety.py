@@ -165,7 +165,8 @@ class LostWrites(Observer):
                         f"forward has written to parameter {spec.name!r}: this is a copy that was gathered for the"
                         " forward, and the write would be lost.\n  Compute the new value without writing it"
                         " (F.normalize(self.weight) in the product), or write it between steps inside"
-                        " `with sw.full_parameters(model, writeback=True):`. Under strategy='ddp' in the model's own"
+                        " `with sw.full_parameters(model, writeback=True):`. What initializes itself by the first batch"
+                        " (ActNorm) must have run before sw.parallelize(). Under strategy='ddp' in the model's own"
                         " dtype parameter.copy_(value) works; parameter.data = value never does, and neither does"
                         " flatten_parameters() of an RNN on a GPU: leave it out."
                     )
