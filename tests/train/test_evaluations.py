@@ -56,6 +56,31 @@ def test_the_best_evaluation_s_step_is_kept_and_a_run_that_gets_no_better_ends(t
     )
 
 
+FALLING = """
+model: {preset: gpt-nano, vocab_size: 256}
+data: {source: stdlib, max_bytes: 100000, seq_len: 16}
+train: {steps: 8, micro_batch_size: 2, eval_every: 2, eval_batches: 1, sample_prompts: [def], sample_tokens: 2}
+optimizer: {lr: 3e-3}
+checkpoint: {every: 3, best: eval_loss}
+"""
+
+
+def test_a_run_that_goes_on_from_before_its_best_evaluations_makes_them_again(tmp_path: Path) -> None:
+    again = ("--run-dir", "run", "--resume", "step-00000003")
+    _, resumed = train_well(tmp_path, 2, ("--run-dir", "run"), again, config=FALLING)
+    best = tmp_path / "run/best"
+    kept = sorted(path.name for path in (best / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000006", "step-00000008"]
+    for step in (6, 8):
+        assert f"best/checkpoints/step-{step:08d} is set aside as superseded-step-{step:08d}-*" in resumed
+        assert f"step {step}  the best eval_loss so far, kept in run/best" in resumed
+    samples = [json.loads(line)["step"] for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    assert samples == [0, 2, 4, 6, 8]
+    other = sets("checkpoint.best=eval_loss", "checkpoint.best_is=most", "train.patience=9")
+    train_well(tmp_path, 2, (*again, *other), config=FALLING)
+    assert summary(tmp_path / "run")["best_step"] == 4  # the largest of the falling losses after step 3
+
+
 def test_prompts_are_continued_at_each_evaluation_as_the_checkpoint_continues_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +114,13 @@ def test_what_evaluations_do_not_give_is_refused(given: dict[str, Any], words: s
     with pytest.raises(ConfigError) as caught:
         resolve(read_config(None, base=given), 1, spec=towers)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("divided", [{"cp": 2}, {"tp": 2, "sequence_parallel": True}])
+def test_prompts_are_refused_before_a_start_where_sw_generate_refuses_the_plan(divided: dict[str, Any]) -> None:
+    given = {"train": {"sample_prompts": ["a"]}, "parallel": divided}
+    with pytest.raises(ConfigError, match="without cp and sequence_parallel"):
+        resolve(read_config(None, base=given), 2)
 
 
 def asked_to_stop_in_the_first_evaluation() -> None:

@@ -38,12 +38,12 @@ from shardwise.spec.errors import (
     ShardwiseError,
     StorageError,
 )
-from shardwise.spec.run_files import PROFILE, REPORT
+from shardwise.spec.run_files import BEST, PROFILE, REPORT
 from shardwise.spec.text import first_line, printable, size
 from shardwise.train import folder
 from shardwise.train.callback import Callback, Record
 from shardwise.train.checkpoints import random_state
-from shardwise.train.checkpoints.checkpoints import BEST, Checkpoints, find_checkpoint
+from shardwise.train.checkpoints.checkpoints import Checkpoints, find_checkpoint
 from shardwise.train.checkpoints.saved_state import Progressed
 from shardwise.train.config.sections import Config
 from shardwise.train.log.progress import Progress
@@ -216,6 +216,7 @@ class Loop:
         """Load a checkpoint or start anew, and write the run's files. Return differences from the earlier run."""
         changes: list[str] = []
         path: Path | None = None
+        state: dict[str, Any] = {}
         seed, resume = self.parts.seed, self._resume
         if resume is None and seed is not None:
             random_state.seed_all(random_state.rank_seed(seed, self.parts.reader))
@@ -236,11 +237,22 @@ class Loop:
         self.control.on_first(lambda: self.checkpoints.write_run_id(path))
         if path is not None:
             changes += self.control.on_first(lambda: self.checkpoints.set_aside_later(path, self.done.step))
+            self._check_best(state["config"]["checkpoint"])
         if self.config.train.steps - self.done.step > MEASURED_STEPS:
             self.speed.timed_from = MEASURED_STEPS  # counting tensors slows these steps down
         self.control.on_first(self.report.write_start)
         self.control.on_first(self._begin_records)
         return changes
+
+    def _check_best(self, before: Mapping[str, Any]) -> None:
+        """Forget the best evaluation if another metric is compared now, or if its checkpoint was superseded.
+
+        ``before`` is the section of the checkpoint's configuration.
+        """
+        section, done = self.config.checkpoint, self.done
+        is_same = (before.get("best"), before.get("best_is")) == (section.best, section.best_is)
+        if not (self.control.on_first(lambda: self.checkpoints.has_best(done.best_step)) and is_same):
+            done.best, done.best_step, done.num_worse = None, 0, 0
 
     def _begin_records(self) -> None:
         self.recorder = Recorder(self.directory, self.config, self.done.step)

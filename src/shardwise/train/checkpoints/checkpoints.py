@@ -19,7 +19,7 @@ from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.storage import FOLDERS, Url, place_of, step_of, storage_of
 from shardwise.checkpoint.store import LATEST, find_latest, publish_latest, step_directory
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StorageError
-from shardwise.spec.run_files import CHECKPOINTS, CONFIG, RUN_ID
+from shardwise.spec.run_files import BEST, CHECKPOINTS, CONFIG, RUN_ID
 from shardwise.spec.text import aligned, printable, similar
 from shardwise.train.checkpoints import random_state
 from shardwise.train.checkpoints.uploads import Uploads
@@ -45,9 +45,6 @@ _FREE = (
 )
 _SETTINGS = ("adamw_lr", "weight_decay", "betas", "eps", "momentum")
 _ON_REQUEST = ("optimizer.lr", *(f"optimizer.{name}" for name in _SETTINGS), "schedule", "train.clip_grad_norm")
-
-#: The subfolder of a run's folder with the checkpoints of its best evaluations.
-BEST = "best"
 
 
 def is_empty(run_dir: Path, upload_to: str | None = None) -> bool:
@@ -80,6 +77,11 @@ def pointer_problem(run_dir: Path, path: Path) -> str | None:
 _LONG_WAIT_S = 1.0
 
 _NEW_LENGTH = " (from here on the learning rate is that of a schedule of the new length)"
+
+
+def _made_after(step: int, folder: Path) -> list[Path]:
+    """Return the checkpoints of later steps in ``folder``, in order."""
+    return sorted(each for each in folder.glob("step-*") if (step_of(each.name) or -1) > step)
 
 
 def mesh_changes(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
@@ -361,20 +363,26 @@ class Checkpoints:
         self.saved_step = state["step"] if place in places else 0
         return state
 
+    def has_best(self, step: int) -> bool:
+        """Return whether ``best/`` has the checkpoint of the best evaluation, or does not exist."""
+        root = self._run_dir / BEST
+        return not step or not root.is_dir() or step_directory(root, step).is_dir()
+
     def set_aside_later(self, path: Path, step: int) -> list[str]:
         """Rename later checkpoints of this run, here and on the store, because their steps are made again.
 
         Called only on rank 0. Nothing is deleted. If ``path`` is in the run's folder, ``LATEST`` then points to it.
         """
         folder = (self._run_dir / CHECKPOINTS).absolute()
-        later = [each for each in folder.glob("step-*") if each.name[5:].isdecimal() and int(each.name[5:]) >= step]
-        later = [each for each in sorted(later) if each != path.absolute()]
+        best = self._run_dir.absolute() / BEST
+        later = [*_made_after(step - 1, folder), *_made_after(step, best / CHECKPOINTS)]
+        later = [each for each in later if each != path.absolute()]
         try:
             for each in later:
                 FOLDERS.remove(each, is_kept=True)
         except OSError as error:
             raise StorageError(f"{error.filename} cannot be renamed: {error.strerror}.\n  Move it away.") from None
-        lines = [f"{each.name} is set aside as superseded-{each.name}-*" for each in later]
+        lines = [f"{each.relative_to(best.parent)} is set aside as superseded-{each.name}-*" for each in later]
         lines += self.uploads.set_aside_later(step)
         if path.absolute().parent == folder:
             wrong = pointer_problem(self._run_dir, path)

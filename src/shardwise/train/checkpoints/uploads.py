@@ -12,7 +12,7 @@ from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.storage import MANIFEST_NAME, Url, place_of, step_of, storage_of
 from shardwise.checkpoint.store import find_latest
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.run_files import CHECKPOINTS, RUN_ID
+from shardwise.spec.run_files import BEST, CHECKPOINTS, RUN_ID
 from shardwise.spec.text import printable
 from shardwise.train.folder import replace_text
 
@@ -56,8 +56,8 @@ class Uploads:
         """Hide later checkpoints on the store, because their steps are made again; return a line for each."""
         if self.place is None:
             return []
-        folder, storage = self.place / CHECKPOINTS, storage_of(self.place)
-        later = [folder / name for name in storage.list(folder) if (step_of(name) or 0) > step]
+        storage, folders = storage_of(self.place), (self.place / CHECKPOINTS, self.place / BEST / CHECKPOINTS)
+        later = [folder / name for folder in folders for name in storage.list(folder) if (step_of(name) or 0) > step]
         later = [path for path in later if MANIFEST_NAME in storage.list(path)]
         for path in later:
             storage.remove(path, is_kept=True)

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from shardwise.launch.file import replace
 from shardwise.launch.log_once import log_once
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
-from shardwise.spec.run_files import EVENTS, METRICS
+from shardwise.spec.run_files import EVENTS, METRICS, SAMPLES
 from shardwise.spec.text import first_line, printable
 from shardwise.train.callback import Record
 from shardwise.train.config.sections import Config
@@ -161,9 +161,11 @@ class Recorder:
     """Writes a step's metrics to all destinations, on rank 0."""
 
     def __init__(self, directory: Path, config: Config, step: int) -> None:
-        """Open all destinations; drop records after ``step`` from an earlier run's metrics.jsonl."""
+        """Open all destinations; drop an earlier run's records after ``step``."""
         self._trackers = [_start_tracker(name, directory, config) for name in TRACKERS if getattr(config.log, name)]
         self._file = MetricsFile(directory / METRICS, keep_steps=step)
+        if (samples := directory / SAMPLES).exists():
+            MetricsFile(samples, keep_steps=step).close()
         self._board: Any = None
         is_wanted = config.log.tensorboard
         if is_wanted is True or (is_wanted == "auto" and importlib.util.find_spec("tensorboard") is not None):
