@@ -281,8 +281,10 @@ def _check_evaluation(raw: RawConfig, spec: TrainSpec) -> None:
             raw.fail(section, key, "nothing is evaluated (train.eval_every, and eval_data of a spec); take it out")
     if config.checkpoint.best is not None and config.checkpoint.best not in values:
         raw.fail("checkpoint", "best", f"an evaluation gives {', '.join(values)}; name one of these")
-    if config.train.sample_prompts and (config.parallel.cp > 1 or spec.data is not None or spec.model is not None):
-        raw.fail("train", "sample_prompts", "texts are continued by language models on text, without cp; take it out")
+    has_whole_texts = config.parallel.cp == 1 and not config.parallel.sequence_parallel
+    if config.train.sample_prompts and not (has_whole_texts and spec.data is None and spec.model is None):
+        message = "texts are continued by language models on text, without cp and sequence_parallel; take it out"
+        raw.fail("train", "sample_prompts", message)
 
 
 #: Placeholder for the facts of a model that are unknown before it is built.
