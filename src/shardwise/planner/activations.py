@@ -7,6 +7,7 @@ attention without a fused kernel, the exchange of keys and values in a ring, and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.cost.work import UnitWork, item_bytes
 from shardwise.cost.workload import Workload
@@ -35,57 +36,25 @@ class Saved:
     stays: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Around:
-    """Facts outside of a unit's work on which its activations depend.
+class Around(NamedTuple):
+    """The model, plan and workload around a unit, on which its activations depend."""
 
-    Attributes:
-        family: The model's family.
-        hidden: Width of the stream.
-        item: Bytes of an element.
-        tp: Tensor-parallel ranks.
-        cp: Context-parallel ranks.
-        divides_sequence: ``tp`` also divides the residual stream.
-        routes_tokens: Mixtures send tokens to the ranks that have their experts.
-        is_adapted: Frozen layers have adapters.
-        chunks_loss: The loss is computed for a part of the positions at a time.
-        is_compiled: Element-wise operations are fused.
-    """
+    shape: ModelShape
+    plan: ParallelPlan
+    workload: Workload
 
-    family: str
-    hidden: int
-    item: int
-    tp: int = 1
-    cp: int = 1
-    divides_sequence: bool = False
-    routes_tokens: bool = False
-    is_adapted: bool = False
-    chunks_loss: bool = False
-    is_compiled: bool = False
-
-    @classmethod
-    def of(cls, shape: ModelShape, plan: ParallelPlan, workload: Workload) -> Around:
-        """The facts of a plan."""
-        return cls(
-            family=shape.family,
-            hidden=shape.hidden,
-            item=item_bytes(workload),
-            tp=plan.tp,
-            cp=plan.cp,
-            divides_sequence=plan.sequence_parallel,
-            routes_tokens=plan.routes_tokens,
-            is_adapted=workload.lora_rank is not None,
-            chunks_loss=workload.chunked_loss,
-            is_compiled=workload.compile,
-        )
+    @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return item_bytes(self.workload)
 
     def stream(self, unit: UnitWork) -> float:
         """Bytes of the residual stream at all positions of a microbatch."""
-        return unit.stream_bytes * (self.tp if self.divides_sequence else 1)
+        return unit.stream_bytes * (self.plan.tp if self.plan.sequence_parallel else 1)
 
     def tokens(self, unit: UnitWork) -> float:
         """Tokens of a microbatch on a rank."""
-        return self.stream(unit) / (self.item * self.hidden)
+        return self.stream(unit) / (self.item * self.shape.hidden)
 
 
 def block_saved(unit: UnitWork, block: Block | None, around: Around, recompute: str) -> Saved:
@@ -94,7 +63,7 @@ def block_saved(unit: UnitWork, block: Block | None, around: Around, recompute: 
     Args:
         unit: The block's work.
         block: The block; ``None``: the unit was traced, so everything that it saves is known.
-        around: Facts of the model, plan and workload.
+        around: The model, plan and workload.
         recompute: ``"none"``, ``"selective"`` (outputs of products and attention are kept) or ``"full"``.
     """
     if block is None:
@@ -104,12 +73,12 @@ def block_saved(unit: UnitWork, block: Block | None, around: Around, recompute: 
     products, saved, passing = _mixture(unit, block, around)
     whole = unit.saved_bytes + scores + saved
     casts = block.norm in {"rms", "wide"} and around.item == 2 and block.num_norms > block.num_last_norms
-    if recompute != "none" and casts and not around.is_compiled:
+    if recompute != "none" and casts and not around.workload.compile:
         whole += unit.input_bytes  # the first norm saves a copy in fp32 of the input
     outputs = unit.selective_bytes + products_of_scores + products
     kept = {"none": whole, "selective": outputs, "full": unit.input_bytes}[recompute]
     passing += (1 + block.has_dropout) * around.stream(unit)
-    if around.cp > 1:
+    if around.plan.cp > 1:
         passing = max(passing, _ring(unit, block, around) - 2 * unit.inner_bytes)
     more = unit.encoder_bytes
     return Saved(kept, whole + more, passing, output=unit.stream_bytes, stays=more)
@@ -121,11 +90,11 @@ def weight_terms(unit: UnitWork, around: Around) -> float:
     Equal products side by side (keys and values, gate and up) share one input. Stacked experts are not linear layers.
     In the dense form of our GPT's mixture every expert processes every token.
     """
-    numel, is_dense = 0.0, not around.routes_tokens
+    numel, is_dense = 0.0, not around.plan.routes_tokens
     for each in unit.products:
-        if each.is_trained and not each.is_convolution and (around.family == "gpt" or not each.is_batched):
+        if each.is_trained and not each.is_convolution and (around.shape.family == "gpt" or not each.is_batched):
             rows = around.tokens(unit) if each.is_batched and is_dense else each.rows
-            has_several = each.is_batched and not (is_dense and each.inner == around.hidden)
+            has_several = each.is_batched and not (is_dense and each.inner == around.shape.hidden)
             numel += rows * ((each.count if has_several else 1) * each.inner + each.count * each.columns)
     return around.item * numel
 
@@ -139,7 +108,7 @@ def _unfused(unit: UnitWork, block: Block, around: Around) -> tuple[float, float
     attention = block.attention
     if attention.plain or around.item != 4 or attention.kv_heads == attention.heads:
         return 0.0, 0.0
-    repeated = 2 * around.item * around.tokens(unit) * (attention.q_width - attention.kv_width) / around.tp
+    repeated = 2 * around.item * around.tokens(unit) * (attention.q_width - attention.kv_width) / around.plan.tp
     pairs = sum(work.queries * work.keys * work.heads for work in unit.attention)
     return repeated + pairs * around.item, pairs * around.item
 
@@ -152,11 +121,11 @@ def _mixture(unit: UnitWork, block: Block, around: Around) -> tuple[float, float
     """
     feed = block.feed_forward
     if not isinstance(feed, Experts):
-        return 0.0, 0.0, unit.inner_bytes * (1 + (around.is_adapted and not feed.is_gated))
-    if around.family != "gpt":  # the weighted outputs and two gradients, or the inner activations' gradients
+        return 0.0, 0.0, unit.inner_bytes * (1 + (around.workload.lora_rank is not None and not feed.is_gated))
+    if around.shape.family != "gpt":  # the weighted outputs and two gradients, or the inner activations' gradients
         weighted = 3 * feed.per_token * (4 if feed.has_wide_weights else around.item) / around.item
         return 0.0, 0.0, max(weighted * around.stream(unit), unit.inner_bytes)
-    if around.routes_tokens:
+    if around.plan.routes_tokens:
         return 0.0, 0.0, (2 * feed.per_token + 1) * around.stream(unit)
     others = feed.count - feed.per_token
     inner = others / feed.per_token * unit.inner_bytes
@@ -168,8 +137,8 @@ def _ring(unit: UnitWork, block: Block, around: Around) -> float:
     """Bytes of ring attention in backward: blocks of keys and values that are sent and received, and sums in fp32."""
     item, wide, tokens = around.item, 4, around.tokens(unit)
     q = tokens * unit.attention[0].width
-    kv = tokens * max(block.attention.kv_heads / around.tp, 1) * block.attention.head_dim
-    travelling = 2 * item * (2 if around.cp > 2 else 1)
+    kv = tokens * max(block.attention.kv_heads / around.plan.tp, 1) * block.attention.head_dim
+    travelling = 2 * item * (2 if around.plan.cp > 2 else 1)
     return q * (6 * item + wide) + kv * (travelling + 4 * item + 6 * wide)
 
 
@@ -180,14 +149,12 @@ class HeadSaved:
     Attributes:
         kept: Tensors that the last norm saves, and the head's input.
         waits: Tensors that the loss saves.
-        forward: Logits while the loss is computed.
-        backward: Logits and their gradients while the loss's backward runs, or temporary tensors of the norm's.
+        most: Logits while the loss is computed, or with gradients in its backward, or tensors of the norm's backward.
     """
 
     kept: float
     waits: float
-    forward: float
-    backward: float
+    most: float
 
 
 def head_saved(unit: UnitWork, around: Around) -> HeadSaved:
@@ -202,14 +169,11 @@ def head_saved(unit: UnitWork, around: Around) -> HeadSaved:
     of_norm = sum(24 * unit.stream_bytes / item - saved for saved in eager)  # as in ``cost.block``
     kept = sum(part.saved_bytes for part in unit.parts if part.name != "loss")
     kept += around.stream(unit) - unit.stream_bytes  # gathered over tp
-    if around.chunks_loss:
+    if around.workload.chunked_loss:
         # The logits of a chunk are about as large as the hidden states. Gradients of hidden states and of the weight
         # are computed in forward and stored until backward.
         hidden = around.stream(unit) / item
-        logit_bytes = item * (hidden + logits / around.tokens(unit) * around.hidden)
-        return HeadSaved(kept, logit_bytes, (item + 8) * hidden + logit_bytes, max(logit_bytes, of_norm))
-    if around.tp > 1:
-        backward = max((8 + (item if item == 2 else 0)) * logits, of_norm)
-        return HeadSaved(kept, 4 * logits, (item + 4) * logits, backward)
-    wide = 0 if item == 4 else 4
-    return HeadSaved(kept, 4 * logits, (item + wide + 4) * logits, max(12 * logits, of_norm))
+        logit_bytes = item * (hidden + logits / around.tokens(unit) * around.shape.hidden)
+        return HeadSaved(kept, logit_bytes, max((item + 8) * hidden + logit_bytes, of_norm))
+    each = 8 + item * (item == 2) if around.plan.tp > 1 else 12
+    return HeadSaved(kept, 4 * logits, max(each * logits, of_norm))

@@ -227,11 +227,11 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], inputs: _Inputs) -> Rank
         update = _MUON_BYTES * sum(count * owned_matrices(unit, rules) for count, unit in runs)
     else:
         found, update = accounting.states(root, runs, rules)
-    around = Around.of(shape, plan, workload)
+    around = Around(shape, plan, workload)
     ending = head_saved(head, around) if stage.has_head else None
     if ending is not None and accounting.logit_bytes is not None:
         most = accounting.logit_bytes * head.inner_bytes / around.item
-        ending = replace(ending, forward=most, backward=most)
+        ending = replace(ending, most=most)
     return Rank(
         stage=stage,
         states=found,

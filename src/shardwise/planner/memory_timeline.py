@@ -183,8 +183,7 @@ class Rank:
         is_tied = has_embedding and has_head and self.is_tied
         of_root = root.gradients / (2 if self.stage.has_embedding and has_head and not is_tied else 1)
         if head is not None:
-            logits = max(head.forward, head.backward)
-            yield "loss", self._moment(live, done, pooled, saved + others + neighbor_bytes, logits)
+            yield "loss", self._moment(live, done, pooled, saved + others + neighbor_bytes, head.most)
             waiting = of_root  # the head's, without the embedding's
         below = saved - (head.kept if head else 0.0) + others
         num_behind = 0

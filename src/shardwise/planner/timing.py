@@ -23,7 +23,7 @@ from shardwise.cost.workload import Workload
 from shardwise.planner.stage import Chain, stage_blocks
 from shardwise.sim.pipeline import SimulatedPipeline, StageSeconds, simulate_pipeline, stage_seconds
 from shardwise.sim.step import SimulatedStep, StepUnit, Transfer, simulate_step
-from shardwise.sim.streams import Slowdown
+from shardwise.sim.streams import Slowdown, add_up
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.precision import item_bytes as item_size
 from shardwise.spec.schedule.actions import folded_ranks, looped_ranks
@@ -119,10 +119,7 @@ class Timing:
     def estimate(self) -> TimeEstimate:
         """Estimate the step's time, FLOPs and bytes."""
         seconds = self._pipeline() if self.plan.pp > 1 else self._data_parallel()
-        found: dict[str, float] = {}
-        for category, spent in seconds.items():
-            name = CATEGORIES.get(category, category)
-            found[name] = found.get(name, 0.0) + spent
+        found = add_up((CATEGORIES.get(category, category), spent) for category, spent in seconds.items())
         return TimeEstimate(
             step_time_s=sum(found.values()),
             by_category=found,
@@ -373,7 +370,6 @@ class Timing:
             }
         else:
             found = dict(self._simulated([root, *units]).by_category)
-        found["optimizer"] = found.get("optimizer", 0.0) + self._last_update_s
         return self._with_waits(found)
 
     def _simulated(self, units: Sequence[StepUnit]) -> SimulatedStep:
@@ -396,14 +392,13 @@ class Timing:
         return dataclasses.replace(self._simulated([self._root(), *units]), optimizer_s=self._last_update_s)
 
     def _with_waits(self, found: dict[str, float]) -> dict[str, float]:
-        """Add the reductions and gathers that follow the backward."""
-        if self.is_waited_for:
-            for work in self.works:
-                gather, reduce, replicate = self._transfers(work)
-                for name, transfers in (("gather", gather), ("reduce", reduce + replicate)):
-                    spent = work.count * sum(each.seconds for each in transfers) / self.plan.pp
-                    found[name] = found.get(name, 0.0) + spent
-        return found
+        """Add the optimizer's step, and reductions and gathers if they follow the backward."""
+        parts = [*found.items(), ("optimizer", self._last_update_s)]
+        for work in self.works if self.is_waited_for else ():
+            gather, reduce, replicate = self._transfers(work)
+            for name, transfers in (("gather", gather), ("reduce", reduce + replicate)):
+                parts.append((name, work.count * sum(each.seconds for each in transfers) / self.plan.pp))
+        return add_up(parts)
 
     # -- pipelines
 
@@ -414,18 +409,13 @@ class Timing:
         if more:
             fullest = [step.stages[stage] for stage in step.schedule.stages(step.fullest_rank)]
             whole = sum(each.forward_s + each.backward_input_s + each.backward_weight_s for each in fullest)
-            exposed: dict[str, float] = {}
-            for each in fullest:
-                for name, spent in each.exposed.items():
-                    exposed[name] = exposed.get(name, 0.0) + spent
-            for name, spent in exposed.items():
-                found[name] = found.get(name, 0.0) + more * spent
-            found["compute"] += more * (whole - sum(exposed.values()))
+            waits = [(name, more * spent) for each in fullest for name, spent in each.exposed.items()]
+            computed = more * whole - sum(spent for _, spent in waits)
+            found = add_up([*found.items(), *waits, ("compute", computed)])
         # The simulation lets messages overlap each other; on a real link each waits for the previous one.
         ranks = map(step.schedule.stages, range(self.plan.pp))
         wire = max(sum(step.stages[stage].message_s for stage in stages) for stages in ranks)
         found["pp bubble"] += max(count * wire - sum(found.values()), 0.0)
-        found["optimizer"] = found.get("optimizer", 0.0) + self._last_update_s
         return self._with_waits(found)
 
     def pipeline(self, most_microbatches: int) -> SimulatedPipeline:

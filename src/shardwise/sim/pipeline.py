@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from shardwise.sim.step import StepUnit, chain_moments, lower
-from shardwise.sim.streams import COMPUTE, NO_SLOWDOWN, Slowdown, Timeline, run
+from shardwise.sim.streams import COMPUTE, NO_SLOWDOWN, Slowdown, add_up, run
 from shardwise.spec.placement import Placements
 from shardwise.spec.schedule.actions import Kind, Schedule
 from shardwise.spec.schedule.builders import computations
@@ -97,15 +97,14 @@ class SimulatedPipeline:
     @functools.cached_property
     def by_category(self) -> dict[str, float]:
         """Seconds of :attr:`fullest_rank` by category; their sum is :attr:`seconds`."""
-        found: dict[str, float] = {}
-        for stage in self.schedule.stages(self.fullest_rank):
-            times = self.stages[stage]
-            for category, seconds in times.exposed.items():
-                found[category] = found.get(category, 0.0) + seconds * self.schedule.num_microbatches
-            for category, seconds in times.exposed_once.items():
-                found[category] = found.get(category, 0.0) + seconds
+        own = [self.stages[stage] for stage in self.schedule.stages(self.fullest_rank)]
+        parts = [
+            (name, seconds * self.schedule.num_microbatches) for each in own for name, seconds in each.exposed.items()
+        ]
+        parts += [item for each in own for item in each.exposed_once.items()]
         if waited := self._gather_wait_s(self.fullest_rank):
-            found["gather"] = found.get("gather", 0.0) + waited
+            parts.append(("gather", waited))
+        found = add_up(parts)
         compute = self._busy(self.fullest_rank) - sum(found.values())
         found = {COMPUTE: compute, **found, "pp bubble": self.bubble_s}
         if self.optimizer_s:
@@ -228,7 +227,7 @@ def stage_seconds(
         (span.end_s for span in ways["last"].spans if span.task.stream == COMPUTE and span.task.seconds), default=0.0
     )
     gathers = ways["first"].streams.get("gather", ())
-    exposed = _sum(ways["forward"], ways["backward"])
+    exposed = add_up(item for way in ("forward", "backward") for item in ways[way].exposed.items())
     once = {
         category: more
         for category, seconds in ways["last"].exposed.items()
@@ -245,11 +244,3 @@ def stage_seconds(
         exposed=exposed,
         exposed_once=once,
     )
-
-
-def _sum(*timelines: Timeline) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for timeline in timelines:
-        for category, seconds in timeline.exposed.items():
-            found[category] = found.get(category, 0.0) + seconds
-    return found

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardwise.sim.streams import COMPUTE, NO_SLOWDOWN, Slowdown, Task, Timeline, run
+from shardwise.sim.streams import COMPUTE, NO_SLOWDOWN, Slowdown, Task, Timeline, add_up, run
 from shardwise.spec.memory.footprint import Replicas
 from shardwise.spec.placement import Placements
 from shardwise.spec.traffic.data import Collective, step_walk, unit_collectives
@@ -123,14 +123,11 @@ class SimulatedStep:
     @property
     def by_category(self) -> dict[str, float]:
         """Seconds of computation, and of waiting by category; their sum is :attr:`seconds`."""
-        found = {COMPUTE: 0.0}
-        for timeline, count in self.microbatches:
-            found[COMPUTE] += timeline.busy.get(COMPUTE, 0.0) * count
-            for category, seconds in timeline.exposed.items():
-                found[category] = found.get(category, 0.0) + seconds * count
-        if self.optimizer_s:
-            found["optimizer"] = found.get("optimizer", 0.0) + self.optimizer_s
-        return found
+        parts = [(COMPUTE, timeline.busy.get(COMPUTE, 0.0) * count) for timeline, count in self.microbatches]
+        parts += [
+            (name, spent * count) for timeline, count in self.microbatches for name, spent in timeline.exposed.items()
+        ]
+        return add_up([(COMPUTE, 0.0), *parts, *([("optimizer", self.optimizer_s)] if self.optimizer_s else [])])
 
     @property
     def collectives(self) -> list[Collective]:

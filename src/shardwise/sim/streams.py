@@ -20,7 +20,7 @@ Over Gloo, computation and messages of a rank with one thread share one core; ``
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -48,6 +48,14 @@ class Task(NamedTuple):
     label: str = ""
     category: str = ""
     collective: Collective | None = None
+
+
+def add_up(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The sum of seconds of each category."""
+    found: dict[str, float] = {}
+    for category, seconds in parts:
+        found[category] = found.get(category, 0.0) + seconds
+    return found
 
 
 class Span(NamedTuple):
@@ -118,7 +126,7 @@ class Timeline:
 
         Their sum, plus the seconds in which ``compute`` works, is :attr:`end_s`.
         """
-        return _exposed(self)
+        return add_up(_exposed(self))
 
     @property
     def collectives(self) -> list[tuple[Span, Collective]]:
@@ -224,26 +232,21 @@ class _Streams:
                 self._end(index)
 
 
-def _exposed(timeline: Timeline) -> dict[str, float]:
+def _exposed(timeline: Timeline) -> Iterator[tuple[str, float]]:
     spans = timeline.spans
     before: dict[str, int] = {}
     previous: list[int | None] = []  # the task before each on its stream
     for index, span in enumerate(spans):
         previous.append(before.get(span.task.stream))
         before[span.task.stream] = index
-    found: dict[str, float] = {}
     computing = 0.0
     for index, span in enumerate(spans):
-        if span.task.stream != COMPUTE:
-            continue
-        for category, seconds in _waits(spans, previous, index, computing):
-            found[category] = found.get(category, 0.0) + seconds
-        computing = span.end_s
+        if span.task.stream == COMPUTE:
+            yield from _waits(spans, previous, index, computing)
+            computing = span.end_s
     if spans and timeline.end_s > computing:
         last = max(range(len(spans)), key=lambda index: spans[index].end_s)
-        for category, seconds in _split_wait(spans, previous, last, computing, timeline.end_s):
-            found[category] = found.get(category, 0.0) + seconds
-    return found
+        yield from _split_wait(spans, previous, last, computing, timeline.end_s)
 
 
 def _waits(
