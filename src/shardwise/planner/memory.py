@@ -161,7 +161,7 @@ def _rules(plan: ParallelPlan, workload: Workload, device_type: str) -> Rules:
         optimizer_tensors=workload.optimizer_tensors,
         prefetch=plan.prefetch,
         num_gradient_buffers=plan.gradient_buffers,
-        accumulation=_accumulation(plan, workload),
+        accumulation=None if num_microbatches(plan, workload) == plan.pp == 1 else accumulation_of(plan),
         is_pipeline=plan.pp > 1,
         merge_limit=plan.merge_limit,
         device_type=device_type,
@@ -170,12 +170,11 @@ def _rules(plan: ParallelPlan, workload: Workload, device_type: str) -> Rules:
 
 def num_microbatches(plan: ParallelPlan, workload: Workload) -> int:
     """Microbatches of a step on each data-parallel rank."""
-    return max(1, workload.global_batch // (workload.micro_batch * plan.dp_replicate * plan.dp_shard))
+    return max(1, -(-workload.global_batch // (workload.micro_batch * plan.dp_replicate * plan.dp_shard)))
 
 
-def _accumulation(plan: ParallelPlan, workload: Workload) -> str | None:
-    if num_microbatches(plan, workload) == 1 and plan.pp == 1:
-        return None
+def accumulation_of(plan: ParallelPlan) -> str:
+    """``ParallelPlan.accumulation``, with ``"auto"`` resolved."""
     if plan.accumulation != "auto":
         return plan.accumulation
     return "sharded" if plan.placements.pools_gradients and plan.pp == 1 else "unsharded"

@@ -31,7 +31,6 @@ from shardwise.sim.step import Transfer
 from shardwise.sim.streams import NO_SLOWDOWN, Slowdown
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
-from shardwise.spec.traffic.matrices import NS_STEPS
 
 __all__ = ["CalibratedTiming", "TimeEstimate", "estimate_time", "model_flops", "timing"]
 
@@ -102,11 +101,9 @@ class CalibratedTiming(Timing):
             count * self._measured.update_s(optimizer, numel / share) for numel, count in [*weights, (rest, 1)] if numel
         )
 
-    def _orthogonalization_s(self, product: Product) -> float:
+    def _product_s(self, rows: float, inner: float, columns: float) -> float:
         dtype = "bf16" if any(row.dtype == "bf16" for row in self._measured.products) else self.workload.precision
-        short, long = sorted((product.inner, product.columns / product.parts))
-        sizes = ((short, long, short), (short, short, short), (short, short, long))
-        return NS_STEPS * sum(self._measured.product_s(*size, dtype)[0] for size in sizes)
+        return self._measured.product_s(rows, inner, columns, dtype)[0]
 
     def _exchange_s(self) -> float:
         num_ranks = self.plan.dp_replicate * self.plan.dp_shard * self.plan.cp * self.plan.tp

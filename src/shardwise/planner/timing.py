@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +19,7 @@ from shardwise.cost.links import Link, axis_links, message_seconds
 from shardwise.cost.software import Software
 from shardwise.cost.work import Product, UnitWork, hidden_matrices, item_bytes, model_work
 from shardwise.cost.workload import Workload
+from shardwise.planner.memory import accumulation_of, num_microbatches
 from shardwise.planner.stage import Chain, stage_blocks
 from shardwise.sim.pipeline import SimulatedPipeline, StageSeconds, simulate_pipeline, stage_seconds
 from shardwise.sim.step import SimulatedStep, StepUnit, Transfer, simulate_step
@@ -105,8 +105,7 @@ class Timing:
     @property
     def num_microbatches(self) -> int:
         """Microbatches of a step on each data-parallel rank."""
-        ranks = self.plan.dp_replicate * self.plan.dp_shard
-        return max(1, math.ceil(self.workload.global_batch / (ranks * self.workload.micro_batch)))
+        return num_microbatches(self.plan, self.workload)
 
     @functools.cached_property
     def works(self) -> tuple[UnitWork, ...]:
@@ -143,13 +142,6 @@ class Timing:
             return self.software.gradient_bytes
         return item_size(self.plan.precision.reduce_dtype or "fp32")
 
-    @property
-    def _accumulation(self) -> str:
-        """``ParallelPlan.accumulation``, with ``"auto"`` resolved."""
-        if self.plan.accumulation != "auto":
-            return self.plan.accumulation
-        return "sharded" if self.plan.placements.pools_gradients and self.plan.pp == 1 else "unsharded"
-
     def _seconds(self, work: UnitWork) -> UnitSeconds:
         return unit_seconds(work, self.cluster.device, self.software, self.workload)
 
@@ -159,7 +151,7 @@ class Timing:
         selective = spent.elementwise_s + self.software.selective_products * spent.products_s
         again = {"none": 0.0, "selective": selective, "full": spent.forward_s}[recomputes]
         if self.num_microbatches > 1 and self.adds_gradients:  # sums over microbatches are read and written in fp32
-            sum_bytes = 8 * self._numel(work, is_sharded=self._accumulation == "sharded")
+            sum_bytes = 8 * self._numel(work, is_sharded=accumulation_of(self.plan) == "sharded")
             again += copy_seconds(sum_bytes, self.cluster.device)
         ahead = self._exchanges(work, is_forward=True)
         back = self._exchanges(work, is_forward=False)
@@ -302,8 +294,12 @@ class Timing:
     def _orthogonalization_s(self, product: Product) -> float:
         """Seconds of Newton-Schulz on one of a weight's matrices."""
         short, long = sorted((product.inner, product.columns / product.parts))
-        made = (Product(short, long, short), Product(short, short, short), Product(short, short, long))
-        return NS_STEPS * sum(product_seconds(p, self.cluster.device, self.software, "bf16")[0] for p in made)
+        sizes = ((short, long, short), (short, short, short), (short, short, long))
+        return NS_STEPS * sum(self._product_s(*size) for size in sizes)
+
+    def _product_s(self, rows: float, inner: float, columns: float) -> float:
+        """Seconds of a product for the optimizer."""
+        return product_seconds(Product(rows, inner, columns), self.cluster.device, self.software, "bf16")[0]
 
     @property
     def _last_update_s(self) -> float:
@@ -378,7 +374,7 @@ class Timing:
             self.plan.placements,
             reshards_after_forward=False if self.plan.reshard_after_forward is False else None,
             num_microbatches=self.num_microbatches,
-            accumulation=self._accumulation,
+            accumulation=accumulation_of(self.plan),
             prefetch=self.plan.prefetch,
             num_gradient_buffers=self.plan.gradient_buffers,
             slowdown=self._slowdown,
@@ -517,12 +513,12 @@ class Timing:
             gathers = item * numel * self._times_gathered(part)
         elif placements.shards_optimizer:
             gathers = item * numel * part
-        reductions = 1 if self._accumulation == "unsharded" else m
+        reductions = 1 if accumulation_of(self.plan) == "unsharded" else m
         reduces = grad * trained * part * reductions * (1 if placements.shards_optimizer else 2)
         sent = {"dp_shard": gathers + reduces}
         if replicate > 1:
             own = trained / shard if placements.shards_optimizer else trained
-            sums = m if self._accumulation == "sharded" else 1
+            sums = m if accumulation_of(self.plan) == "sharded" else 1
             sent["dp_replicate"] = 2 * grad * own * (replicate - 1) / replicate * sums
         if sum(self._exchanged_bytes):
             sent["world"] = sum(self._exchanged_bytes)
