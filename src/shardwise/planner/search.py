@@ -89,8 +89,7 @@ class _Search:
             self.resorts.add("late")
         self.least_bytes = MemoryBound(shape, cluster, workload, fixed)
         self.rough_s = RoughTime(shape, cluster, workload, fixed)
-        self._limits: dict[Candidate, tuple[list[tuple[int, float]], list[tuple[int, float]]]] = {}
-        self._bytes: dict[Candidate, float] = {}
+        self._bytes: dict[Candidate, dict[int, float]] = {}  # by microbatch
         self._refused: PlanError | None = None  # the error of the first layout that fixed values do not permit
 
     def run(self) -> list[Estimate]:
@@ -220,19 +219,13 @@ class _Search:
     def _fits(self, candidate: Candidate, capacity: float) -> bool:
         """Whether memory is sufficient. Larger microbatches never need less memory, so few estimates are computed."""
         key = candidate._replace(micro_batch=0, accumulation=min(candidate.accumulation, 2))
-        if key not in self._limits:
-            self._limits[key] = [], []
-        fitting, failing = self._limits[key]
-        micro = candidate.micro_batch
-        if any(other >= micro and num_bytes <= capacity for other, num_bytes in fitting):
+        known, micro = self._bytes.setdefault(key, {}), candidate.micro_batch
+        if any(other >= micro and num_bytes <= capacity for other, num_bytes in known.items()):
             return True
-        if any(other <= micro and num_bytes > capacity for other, num_bytes in failing):
+        if any(other <= micro and num_bytes > capacity for other, num_bytes in known.items()):
             return False
-        if candidate not in self._bytes:
-            self._bytes[candidate] = needed_bytes(self._memory(candidate), self.cluster)
-            fitting.append((micro, self._bytes[candidate]))
-            failing.append((micro, self._bytes[candidate]))
-        return self._bytes[candidate] <= capacity
+        known[micro] = needed_bytes(self._memory(candidate), self.cluster)
+        return known[micro] <= capacity
 
 
 def _plain(candidate: Candidate) -> Candidate:
