@@ -260,3 +260,10 @@ def test_parameters_without_a_shape_are_refused_until_a_forward_has_given_it():
     with torch.no_grad():
         model(torch.ones(2, 8))  # as it advises
     sw.parallelize(model)(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_modules_of_torch_jit_are_refused():
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(StateError, match=r"^'1' was compiled by torch.jit, which computes with parameters of its own"):
+        sw.parallelize(model)

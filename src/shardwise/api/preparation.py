@@ -144,10 +144,10 @@ def _check_uses(plan: ParallelPlan, owned: Sequence[OwnedParameter]) -> None:
 
 
 def check_fresh(model: nn.Module) -> None:
-    """Refuse a model that is parallelized already, or has parameters without a shape.
+    """Refuse a model that is parallelized already, is a module of torch.jit, or has parameters without a shape.
 
     Raises:
-        StateError: The model or a part of it is parallelized, or a parameter has no shape.
+        StateError: The model or a part of it is parallelized or compiled by torch.jit, or a parameter has no shape.
     """
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
@@ -156,6 +156,12 @@ def check_fresh(model: nn.Module) -> None:
                 "  Call the model once with a batch (under torch.no_grad()) before sw.parallelize()."
             )
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StateError(
+                f"{path or type(module).__name__!r} was compiled by torch.jit, which computes with parameters of its"
+                " own.\n"
+                "  Leave torch.jit.script() and trace() out; sw.ParallelPlan(compile=True) compiles units."
+            )
         if attachment_of(module) is not None:
             place = f" (its {path!r})" if path else ""
             raise StateError(
