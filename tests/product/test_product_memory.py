@@ -16,8 +16,8 @@ import shardwise as sw
 from shardwise.parallel.pipeline.runner import ScheduleRunner
 from shardwise.spec.schedule import Kind, Schedule
 from shardwise.spec.schedule import build as build_schedule
-from shardwise.spec.schedule.closed import peak_stored_pairs
 from shardwise.testing import Probe, StorageCount, probe, run_on_ranks
+from tests.common.pipelines import peak_stored_pairs
 from tests.engine.test_memory import Storages
 from tests.product.step import gpt_stages
 

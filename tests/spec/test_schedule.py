@@ -22,9 +22,10 @@ from shardwise.spec.schedule import (
     closed,
     forward_only,
 )
-from shardwise.spec.schedule.closed import StoredPairs, peak_stored_pairs, stored_pairs
+from shardwise.spec.schedule.closed import StoredPairs, stored_pairs
 from shardwise.spec.schedule.closed import measured as step_measured
 from shardwise.spec.schedule.simulate import Durations, simulate
+from tests.common.pipelines import peak_stored_pairs
 
 times = st.fractions(min_value=Fraction(1, 4), max_value=4, max_denominator=4)
 durations = st.builds(Durations, times, times, times)

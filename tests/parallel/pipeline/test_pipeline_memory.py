@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.spec.schedule.closed import peak_stored_pairs
 from shardwise.testing import StorageCount, probe, run_on_ranks
+from tests.common.pipelines import peak_stored_pairs
 
 SEQ, ROWS = 16, 2
 #: Schedule, strategy, what is recomputed.

@@ -12,8 +12,8 @@ from torch import distributed
 import shardwise as sw
 from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.schedule import build
-from shardwise.spec.schedule.closed import peak_stored_pairs
 from shardwise.testing import RankFailure, probe, run_on_ranks
+from tests.common.pipelines import peak_stored_pairs
 from tests.common.ranks import refusal
 from tests.parallel.pipeline.messages import Copies, CrossingBytes, messages
 
