@@ -29,8 +29,8 @@ TABLE = Path(__file__).with_name("data") / "published.csv"
 FRAMEWORKS = (
     ("MosaicML", "mosaic", "pytorch-2023"),
     ("vTrain", "vtrain", "megatron-2021"),
-    ("BigScience BLOOM", "bloom", "megatron-2021"),
-    ("BigScience GPT-2", "bigscience-gpt2", "megatron-2021"),
+    ("BigScience BLOOM", "bloom", "megatron-deepspeed"),
+    ("BigScience GPT-2", "bigscience-gpt2", "megatron-deepspeed"),
     ("MegaScale", "megascale", "megatron-2021"),
     ("Megatron-LM 2020", "megatron-2020", "megatron-2021"),
     ("Megatron-LM README", "megatron-core-0.8", "megatron-core"),

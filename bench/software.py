@@ -24,11 +24,21 @@ _TORCHTITAN = replace(_PYTORCH_2024, name="torchtitan", selective_products=0.5)
 
 _PYTORCH_2023 = Software(
     name="pytorch-2023",
-    products={"Ampere": 0.768, "Hopper": 0.612},
+    products={"Ampere": 0.77, "Hopper": 0.613},
     attention={"Ampere": 0.413, "Hopper": 0.219},
     elementwise=1.32,
     launch_s=LAUNCH_S,
     gradient_bytes=4,
+)
+
+_MEGATRON_2021 = Software(
+    name="megatron-2021",
+    products={"Ampere": 0.817},
+    is_fused=True,
+    p2p_blocks=True,
+    scatters_messages=True,
+    overlaps_reductions=False,
+    divides_evenly=True,
 )
 
 SOFTWARE.update(
@@ -42,20 +52,13 @@ SOFTWARE.update(
         _PYTORCH_2023,
         # The products of the year after it, whose rows were fitted; attention was no kernel yet.
         replace(_PYTORCH_2023, name="pytorch-2022", attention={}, gradient_bytes=2),
-        Software(
-            name="megatron-2021",
-            products={"Ampere": 0.69},
-            elementwise=0.951,
-            is_fused=True,
-            p2p_blocks=True,
-            scatters_messages=True,
-            overlaps_reductions=False,
-            divides_evenly=True,
-        ),
+        _MEGATRON_2021,
+        # DeepSpeed's fork of it on Jean Zay, where BLOOM was trained.
+        replace(_MEGATRON_2021, name="megatron-deepspeed", products={"Ampere": 0.672}, elementwise=1.09),
         Software(
             name="megatron-core-plain",
-            products={"Blackwell": 0.639},
-            attention={"Blackwell": 0.445},
+            products={"Blackwell": 0.64},
+            attention={"Blackwell": 0.444},
             elementwise=1.07,
             is_fused=True,
             p2p_blocks=True,
@@ -65,8 +68,8 @@ SOFTWARE.update(
         ),
         Software(
             name="megatron-core",
-            products={"Ampere": 0.72, "Hopper": 0.723, "Blackwell": 0.639},
-            attention={"Ampere": 0.5, "Hopper": 0.48, "Blackwell": 0.445},
+            products={"Ampere": 0.72, "Hopper": 0.724, "Blackwell": 0.64},
+            attention={"Ampere": 0.5, "Hopper": 0.481, "Blackwell": 0.444},
             elementwise=1.07,
             is_fused=True,
             tp_hidden=0.8,

@@ -68,6 +68,7 @@ FRAMEWORKS = {
 #: How the others hold memory, by their software; no figure of theirs is compared, but their runs ran.
 SOFTWARE = {
     "megatron-2021": MEGATRON,
+    "megatron-deepspeed": MEGATRON,
     "megatron-core": MEGATRON,
     "nanotron": NANOTRON,
     "pytorch-2023": MOSAIC,

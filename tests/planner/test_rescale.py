@@ -54,7 +54,7 @@ def test_one_run_moves_the_constant_that_its_step_depends_on_and_is_then_predict
 
 def test_the_value_before_and_after_is_that_of_the_planner():
     gpu, (line, _) = rescale(slower(COMPUTING, 1.2))
-    assert line.startswith("Measured: 9.28 s a step of zero3 (1x8), predicted 7.73 s.")
+    assert line.startswith("Measured: 9.34 s a step of zero3 (1x8), predicted 7.79 s.")
     assert f"Products and attention: {PRODUCTS * gpu.speeds['products']:.3g} of the card's peak, before 0.803." in line
     gpu, (line, _) = rescale(slower(LAUNCHING, 1.3))
     assert f"Launches of kernels: {62.5 * gpu.speeds['launch']:.3g} a ms, before 62.5." in line

@@ -65,7 +65,7 @@ class Software:
     attention: Mapping[str, float] = field(default_factory=dict)
     elementwise: float = 1.0
     elementwise_eager: Mapping[str, float] = field(default_factory=dict)
-    scores: float = 6.82
+    scores: float = 9.83
     is_fused: bool = False
     fp8: float = 1.65
     launch_s: float = 0.0
@@ -75,8 +75,8 @@ class Software:
     scatters_messages: bool = False
     overlaps_reductions: bool = True
     slowdown: float = 1.29
-    link: float = 0.713
-    network: float = 0.706
+    link: float = 0.644
+    network: float = 0.701
     divides_evenly: bool = False
     gradient_bytes: int = 2
     selective_products: float = 0.0
