@@ -122,14 +122,14 @@ TARGETS = [
 def measure(name: str, rounds: int, folder: Path) -> tuple[dict[str, Any], str, str]:
     """One comparison: its JSON, its tables, its command."""
     case, ranks, strategies, peers = RUNS[name]
-    arguments = ["compare", "--case", case, "--nproc", str(ranks), "--strategies", strategies, "--peers", peers]
-    arguments += ["--rounds", str(rounds)]
+    arguments = ["-m", "bench.compare", "--case", case, "--nproc", str(ranks), "--rounds", str(rounds)]
+    arguments += ["--strategies", strategies, "--peers", peers]
     files = ["--json", str(folder / f"{name}.json"), "--markdown", str(folder / f"{name}.md")]
-    subprocess.run([sys.executable, "-m", "shardwise", *arguments, *files], check=True)
+    subprocess.run([sys.executable, *arguments, *files], check=True)
     text = (folder / f"{name}.md").read_text("utf-8")
     tables = text[text.index(f"## {case}") :].replace(f"## {case}", f"## {name}", 1)
     values = json.loads((folder / f"{name}.json").read_text("utf-8"))
-    return values, tables, "shardwise " + " ".join(arguments)
+    return values, tables, " ".join(["python", *arguments])
 
 
 def rows_of(values: dict[str, Any]) -> Rows:

@@ -7,7 +7,10 @@ import json
 import pytest
 
 from bench import counts, generation, targets
+from bench.compare import run
+from bench.compare.__main__ import main as compare
 from bench.compare.request import PEERS
+from shardwise.spec.errors import ConfigError
 
 MB = 1_000_000
 
@@ -46,6 +49,26 @@ def counted() -> list[counts.Count]:
         for world in counts.WORLDS
         for strategy in counts.strategies(world)
     ]
+
+
+def test_each_run_is_a_request_that_the_comparison_takes(monkeypatch, tmp_path):
+    started = []
+
+    def stop(request):
+        started.append(request.case.name)
+        raise ConfigError("not measured here")
+
+    def start(words, check):
+        assert (words[1:3], check) == (["-m", "bench.compare"], True)
+        raise LookupError(compare(words[3:]))
+
+    monkeypatch.setattr(run, "run", stop)
+    monkeypatch.setattr(targets.subprocess, "run", start)
+    names = [name for name, (*_, peers) in targets.RUNS.items() if "deepspeed" not in peers]
+    for name in names:
+        with pytest.raises(LookupError, match=str(ConfigError.exit_code)):
+            targets.measure(name, 1, tmp_path)
+    assert started == [targets.RUNS[name][0] for name in names]
 
 
 def test_every_target_has_its_line_and_a_missed_one_is_said_to_be(found, counted):
