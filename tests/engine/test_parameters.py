@@ -183,8 +183,7 @@ def test_what_cannot_be_sharded_is_refused_by_name():
     assert "parameter 'blocks.1.up.weight' has shape [13, 8] with strides [16, 1]: a view with holes" in texts["holes"]
     assert "parameter 'blocks.1.up.weight' carries a hook" in texts["hook"]
     assert "'blocks.1.up.weight' and 'blocks.2.up.weight' are two objects over the same memory" in texts["memory"]
-    assert "parameter 'blocks.1.up.weight' is in 'blocks.1.up', which TorchScript has compiled" in texts["script"]
-    assert "Use the module that torch.jit.script() was given" in texts["script"]
+    assert texts["script"].startswith("'blocks.1.up' was compiled by torch.jit")
     assert texts["twice"].startswith("Chain is parallelized already.")
     assert texts["inner"].startswith("Chain (its 'blocks.0') is parallelized already.")
     assert "'blocks.1.up.weight' is on the meta device" in texts["meta"]

@@ -247,6 +247,9 @@ class _Count:
         self.attention.append(AttentionWork(tokens, key_len, (q + values) / 2, layer.heads, layer.is_causal))
         self.parts.append(arithmetic.rotary(tokens * 2 * q, layer.rotary_share, joins=True))
         self.parts.append(arithmetic.attention(tokens * q, tokens * values, tokens * layer.heads))
+        if q == values:  # flash attention, whose output has the layout of the joined queries
+            copied = rank.itemsize * tokens * values
+            self.parts.append(Part("output copy", 2 * copied, 2 * copied, copied, 1))
         narrow = layer.heads * (layer.head_dim - latent.rotary_dim)  # keys in the values' memory
         self.parts.append(Part("fused input", 0.0, 0.0, rank.itemsize * tokens * narrow, 0))
 

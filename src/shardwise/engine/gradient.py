@@ -266,6 +266,8 @@ class Gradient:
         self.layout = facts.reduce_layout
         self.storage = GradientStorage(group, as_part)
         self.state = GradientState.EMPTY
+        # The kind of the pooled buffer and its bytes, which GradientMemory counts.
+        self._kind_and_bytes = (group.dtypes, facts.is_expert), self.layout.numel * group.reduce_dtype.itemsize
         self.is_pooled = facts.pools_gradients
         self.set_divisor(facts.num_ranks)
         first_flag = self.layout.data_numel(self.layout.slice_index(group.rank))
@@ -434,12 +436,6 @@ class Gradient:
             self._local = storage.full
         assert self._local is not None
         return self._local
-
-    @property
-    def _kind_and_bytes(self) -> tuple[Hashable, int]:
-        """The kind of the pooled buffer and its bytes, which :class:`GradientMemory` counts."""
-        group = self.group
-        return (group.dtypes, group.facts.is_expert), self.layout.numel * group.reduce_dtype.itemsize
 
     def _split_gradient(self, index: int, grad: Tensor) -> list[Tensor]:
         """Return the gradient in the parts in which the flat buffer stores it."""
