@@ -14,7 +14,7 @@ from shardwise.engine.extensions import activation_offload, recompute
 from shardwise.engine.extensions.chunked_loss import check_chunked
 from shardwise.engine.extensions.precision import Policies
 from shardwise.engine.extensions.safety import parametrized_in_forward
-from shardwise.engine.extensions.wrap import assign_parameters, find_units
+from shardwise.engine.extensions.wrap import assign_parameters, find_units, refuse_scripted
 from shardwise.engine.storage.attachment import attachment_of
 from shardwise.engine.storage.host import refuse_no_offload
 from shardwise.engine.storage.ignored import Ignored, find_ignored
@@ -156,12 +156,7 @@ def check_fresh(model: nn.Module) -> None:
                 "  Call the model once with a batch (under torch.no_grad()) before sw.parallelize()."
             )
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise StateError(
-                f"{path or type(module).__name__!r} was compiled by torch.jit, which computes with parameters of its"
-                " own.\n"
-                "  Leave torch.jit.script() and trace() out; sw.ParallelPlan(compile=True) compiles units."
-            )
+        refuse_scripted(module, path)
         if attachment_of(module) is not None:
             place = f" (its {path!r})" if path else ""
             raise StateError(

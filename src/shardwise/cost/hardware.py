@@ -131,10 +131,10 @@ def find_gpu(name: str) -> Gpu:
         return _read_calibrated(path, path.stat().st_mtime_ns if path.exists() else 0)
     found = _named(name.lower())
     if len(found) != 1:
-        model = re.match(r"[a-z]+\d+", name.lower())
-        alike = [known for known in gpus() if model and re.split(r"[-_ ]", known.lower())[0] == model[0]]
         hint = f" {name} is one of {', '.join(gpu.name for gpu in found)}: name the one that is meant."
         if not found:
+            model = re.match(r"[a-z]+\d+", name.lower())
+            alike = [known for known in gpus() if model and re.split(r"[-_ ]", known.lower())[0] == model[0]]
             hint = did_you_mean(name.upper(), alike or gpus()) or f" Known are: {', '.join(gpus())}."
         raise ConfigError(
             f"gpu={name!r} is not known.\n {hint}\n  `shardwise calibrate` writes the figures of this machine to a"

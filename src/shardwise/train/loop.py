@@ -237,7 +237,7 @@ class Loop:
         self.control.on_first(lambda: self.checkpoints.write_run_id(path))
         if path is not None:
             changes += self.control.on_first(lambda: self.checkpoints.set_aside_later(path, self.done.step))
-            self._check_best(state["config"]["checkpoint"])
+            self._check_best(state["config"].get("checkpoint", {}))
         if self.config.train.steps - self.done.step > MEASURED_STEPS:
             self.speed.timed_from = MEASURED_STEPS  # counting tensors slows these steps down
         self.control.on_first(self.report.write_start)

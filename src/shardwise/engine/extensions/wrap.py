@@ -233,6 +233,16 @@ def _above(path: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
+def refuse_scripted(module: nn.Module, path: str) -> None:
+    """Refuse a module that torch.jit has compiled: it takes no other parameters and hooks."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise StateError(
+            f"{(path or type(module).__name__)!r} was compiled by torch.jit, which computes with parameters of its"
+            " own.\n"
+            "  Leave torch.jit.script() and trace() out; sw.ParallelPlan(compile=True) compiles units."
+        )
+
+
 def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool = False) -> None:
     """Refuse parameters that a flat buffer cannot hold, by name."""
     by_address: dict[int, OwnedParameter] = {}
@@ -244,12 +254,8 @@ def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool 
                 f"parameter {name!r} is on the meta device: it has no values to shard.\n"
                 "  Build the model on a real device, or give the weights on rank 0 and set sync='rank0'."
             )
-        if scripted := [path for module, path, _ in entry.uses if isinstance(module, torch.jit.ScriptModule)]:
-            raise StateError(
-                f"parameter {name!r} is in {scripted[0]!r}, which TorchScript has compiled: such a module takes no"
-                " other parameters and hooks.\n"
-                "  Use the module that torch.jit.script() was given; sw.ParallelPlan(compile=True) compiles units."
-            )
+        for module, path, _ in entry.uses:
+            refuse_scripted(module, path)
         if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
             _refuse_kind(name, parameter)
         if not is_dense(parameter.shape, parameter.stride()):

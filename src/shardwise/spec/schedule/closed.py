@@ -1,4 +1,4 @@
-"""Bubbles in closed form, peak numbers of stored microbatches, counted; measured steps and drawings of them."""
+"""Bubbles in closed form, counted peaks of stored microbatches, measured steps and drawings of them."""
 
 from __future__ import annotations
 

@@ -364,7 +364,7 @@ class Checkpoints:
         return state
 
     def has_best(self, step: int) -> bool:
-        """Return whether ``best/`` has the checkpoint of the best evaluation, or does not exist."""
+        """Return whether ``best/`` has the checkpoint of ``step``; True if the step is 0 or there is no such folder."""
         root = self._run_dir / BEST
         return not step or not root.is_dir() or step_directory(root, step).is_dir()
 
