@@ -14,6 +14,7 @@ import torch
 
 import shardwise as sw
 from shardwise.cli import main
+from shardwise.launch import inject
 from shardwise.spec.errors import ConfigError
 from shardwise.train import evaluation, loop
 from shardwise.train.config.resolve import resolve
@@ -79,6 +80,17 @@ def test_a_run_that_goes_on_from_before_its_best_evaluations_makes_them_again(tm
     other = sets("checkpoint.best=eval_loss", "checkpoint.best_is=most", "train.patience=9")
     train_well(tmp_path, 2, (*again, *other), config=FALLING)
     assert summary(tmp_path / "run")["best_step"] == 4  # the largest of the falling losses after step 3
+
+
+def asked_to_stop_in_step_4() -> None:
+    inject._FAULTS = inject.parse("step_begin@step=4:term")
+
+
+def test_a_stop_right_after_the_best_evaluation_keeps_its_step(tmp_path: Path) -> None:
+    ((code, text),) = train_here(tmp_path, 1, ("--run-dir", "run"), config=FALLING, before=asked_to_stop_in_step_4)
+    assert code == 75, text
+    assert "step 4  the best eval_loss so far, kept in run/best" in text
+    assert (tmp_path / "run/best/LATEST").read_text() == "checkpoints/step-00000004\n"
 
 
 def test_prompts_are_continued_at_each_evaluation_as_the_checkpoint_continues_them(

@@ -607,9 +607,12 @@ class Loop:
             self.progress.say(refusal)
             note_exit(code, refusal, step=self.done.step, is_shown=True)
             return Outcome(code, refusal)
+        is_best = self._is_best
         self._save()
         if self.checkpoints.saved_step != self.done.step:
             raise StorageError(f"stop requested, but the step was not saved: {self.checkpoints.failures[-1]}")
+        if is_best and self.control.on_first(self._no_time_to_save) is None:
+            self._save(is_best=True)
         waited_s = time.monotonic() - self.stop.received_at_s if self.stop.signal_number else 0.0
         problem = self._finish_save(self.config.train.grace_s - waited_s - _ENDS_S)
         reason = f"stop requested, saved step {self.done.step}, {self._how_to_continue}"
