@@ -183,6 +183,7 @@ def test_after_nan_the_next_command_has_a_lower_rate_and_after_a_refusal_the_cau
         ["runs/mine", "--resume"],
         ["--resume", "runs/mine"],
         ["--resume", "runs/mine/checkpoints/step-00000001"],
+        ["--resume", "runs/mine/best/checkpoints/step-00000001"],
         ["--resume", "--run-dir", "runs/mine"],
     ],
 )
@@ -190,7 +191,8 @@ def test_a_run_s_folder_alone_brings_its_configuration_and_place(
     words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "mine"
-    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    for holder in (run, run / "best"):
+        (holder / "checkpoints" / "step-00000001").mkdir(parents=True)
     run.joinpath("config.yaml").write_text(
         f"{GOOD}name: other\ntrain: {{steps: 3, global_batch_size: 8, gradient_accumulation_steps: 4}}\n".replace(
             "train: {steps: 1}\n", ""

@@ -21,7 +21,7 @@ from shardwise.checkpoint.folder import RefusedError, open_folder, open_for_read
 from shardwise.checkpoint.storage import Url, deepspeed_advice, place_of
 from shardwise.launch.file import replace
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
-from shardwise.spec.run_files import CHECKPOINTS, CONFIG, LOGS, METRICS, RUN_ID
+from shardwise.spec.run_files import BEST, CHECKPOINTS, CONFIG, LOGS, METRICS, RUN_ID
 from shardwise.spec.text import printable, size
 
 #: Values of ``--resume`` for the newest checkpoint.
@@ -45,9 +45,10 @@ def holds_run(directory: Path) -> bool:
 
 
 def run_of(path: str) -> Path | None:
-    """Return the run's folder for the path of a run or of one of its checkpoints; ``None`` for any other path."""
+    """Return the run's folder for the path of a run, its best/ or one of its checkpoints; ``None`` for another path."""
     base = Path(path).expanduser()
-    return next((run for run in (base, base.parent.parent) if base.is_dir() and holds_run(run)), None)
+    run = next((each for each in (base, base.parent.parent) if base.is_dir() and holds_run(each)), None)
+    return run.parent if run is not None and run.name == BEST and holds_run(run.parent) else run
 
 
 def is_stored(resume: str | None, upload_to: str | None) -> bool:
