@@ -515,3 +515,47 @@ def begin_on_rank(folder: str) -> list[Log]:
 def test_a_model_that_the_trainer_builds_is_sharded_too(tmp_path: Path) -> None:
     built, given = run_on_ranks(begin_on_rank, 2, str(tmp_path), timeout_s=100)[0]
     assert built == given
+
+
+class Wrapped(nn.Module):
+    """A model of transformers inside a module that is none, as sentence-transformers has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
+def evaluate_wrapped_on_rank(folder: str) -> tuple[dict[str, Tensor], list[bool]]:
+    from transformers import Trainer, TrainingArguments
+
+    from shardwise.integrations.transformers import ShardwiseTrainerMixin
+
+    is_on_every_rank = []
+
+    class Evaluating(Trainer):
+        """As the trainers of sentence-transformers: parts of the data on the ranks, unless FSDP shards the model."""
+
+        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().evaluation_loop(*args, **kwargs)
+            is_on_every_rank.append(self.is_fsdp_enabled)
+            return found
+
+    class Sharded(ShardwiseTrainerMixin, Evaluating):
+        pass
+
+    args = TrainingArguments(**settings(folder, 2), eval_strategy="steps", eval_steps=3, load_best_model_at_end=True)
+    trainer = Sharded(model=Wrapped(), args=args, train_dataset=Texts(64, 1), eval_dataset=Texts(8, 2), plan="zero3")
+    trainer.train()
+    return sw.full_state_dict(trainer.model), [*is_on_every_rank, trainer.is_fsdp_enabled]
+
+
+def test_a_model_that_is_not_of_transformers_is_saved_as_the_trainer_saves_it(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    state, is_on_every_rank = run_on_ranks(evaluate_wrapped_on_rank, 2, str(tmp_path), timeout_s=100)[0]
+    saved = [load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors") for step in (3, 6)]
+    assert any(all(torch.equal(each[name], value) for name, value in state.items()) for each in saved)
+    assert is_on_every_rank == [True, True, False]

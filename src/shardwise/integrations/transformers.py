@@ -24,7 +24,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 import shardwise as sw
@@ -62,6 +62,12 @@ class _Counting(Trainer):
         found = super().compute_loss(model, inputs, *args, num_items_in_batch=count, **kwargs)
         factor = 1 if uses else self.accelerator.num_processes
         return (found[0] / factor, *found[1:]) if isinstance(found, tuple) else found / factor
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; a trainer built on this one then runs its evaluator on every rank, as under FSDP."""
+        found = super().evaluation_loop(*args, **kwargs)
+        self.is_fsdp_enabled = True  # sentence-transformers' evaluators would call the model on uneven parts of data
+        return found
 
 
 class ShardwiseTrainerMixin(_Any):
@@ -154,7 +160,7 @@ class ShardwiseTrainerMixin(_Any):
                     dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
                 )
         finally:
-            self._counted = None
+            self._counted, self.is_fsdp_enabled = None, False
         loss, count = self.accelerator.reduce(counted).tolist()
         if count and f"{metric_key_prefix}_loss" in found.metrics:
             found.metrics[f"{metric_key_prefix}_loss"] = loss / count
@@ -206,6 +212,11 @@ class ShardwiseTrainerMixin(_Any):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model as ``from_pretrained`` loads it. All ranks must call."""
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        if not isinstance(self.model, PreTrainedModel) and not hasattr(self.model, "peft_config"):
+            with sw.full_parameters(self.model):
+                if self.args.should_save:
+                    super()._save(str(folder), state_dict)
+            return
         if state_dict is None and not hasattr(self.model, "peft_config"):
             write_weights(folder, self.model)
         else:
