@@ -263,11 +263,12 @@ def test_a_target_that_is_wrong_on_one_rank_stops_all(tmp_path):
 
 
 def test_summary_says_what_is_in_it(tmp_path):
-    path = save(tmp_path / "s", sample(), 2)
+    path = save(tmp_path / "s", sample() | {"average/a": torch.ones(3)}, 2)
     found = open_checkpoint(path).summary()
     json.dumps(found)
     assert (found["step"], found["run_id"], found["world_size"], found["strategy"]) == (20, "run", 2, "zero3")
     assert found["tensors"]["optimizer"] == {"number": 1, "numel": 35, "bytes": 280}
+    assert found["tensors"]["average"] == {"number": 1, "numel": 3, "bytes": 12}
     assert found["bytes"] == sum(p.stat().st_size for p in path.glob("*.safetensors"))
     assert describe_summary(found).splitlines()[1:5] == [
         "step        20",

@@ -36,7 +36,7 @@ from shardwise.weights.state.extents import Pairs
 
 _MOST_LINES, _MOST_NAMES = 40, 5
 #: Prefixes of names, and their keys in a summary.
-_KINDS = {"optimizer": "optimizer", "buffer": "buffers", "rank": "ranks"}
+_KINDS = {"optimizer": "optimizer", "average": "average", "buffer": "buffers", "rank": "ranks"}
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, comm: Comm | None = None) -> Checkpoint:
@@ -253,8 +253,8 @@ class Checkpoint:
         """Return step, run, world and strategy, and the amounts of data, as plain values.
 
         ``strategy`` and ``mesh`` are taken from ``data``, ``None`` if missing. ``tensors`` has number, elements and
-        bytes by kind: ``parameters``, ``buffers``, ``optimizer``, ``ranks`` (state of single ranks). ``slices`` has the
-        shape and the slices of each tensor that was saved in slices.
+        bytes by kind: ``parameters``, ``buffers``, ``optimizer``, ``average`` (of the parameters), ``ranks`` (state of
+        single ranks). ``slices`` has the shape and the slices of each tensor that was saved in slices.
         """
         kinds: dict[str, Counter[str]] = {}
         for name, whole in self.tensors.items():
