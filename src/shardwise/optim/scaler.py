@@ -94,7 +94,8 @@ class GradScaler(torch.amp.GradScaler):
                 shared = total.to(comm.device)
                 comm.all_reduce(shared, unit="found_inf").wait()
                 total = shared.to(total.device)
-        return {found_inf.device: total.squeeze(0)}  # also on a rank that owns no gradient
+        # Also on a rank that owns no gradient. Fused optimizers skip a step if this is 1, not if it is 2.
+        return {found_inf.device: total.clamp(max=1).squeeze(0)}
 
     @property
     def has_found_inf(self) -> bool:

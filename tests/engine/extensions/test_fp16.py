@@ -91,6 +91,19 @@ def test_an_inf_in_one_group_stops_the_step_in_all_groups() -> None:
 
 
 @on_ranks(2)
+def test_infs_of_two_ranks_stop_a_fused_optimizer_too() -> None:
+    model = sw.parallelize(Weighted(), sw.ParallelPlan())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    scaler = sw.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(torch.full((128,), float("inf")))).backward()
+    before = model.weight.detach().clone()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(before, model.weight)
+    assert scaler.get_scale() == 4.0
+
+
+@on_ranks(2)
 def test_a_rank_that_owns_no_gradient_takes_part() -> None:
     """One parameter of 64 elements: the second rank owns none of it."""
     model = sw.parallelize(nn.Linear(64, 1, bias=False), sw.ParallelPlan())
