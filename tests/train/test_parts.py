@@ -159,13 +159,16 @@ def test_signals_are_remembered_and_given_back(number: int, code: int) -> None:
     assert signal.getsignal(number) is before
 
 
+LLAMA = (
+    '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 16,'
+    ' "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,'
+    ' "max_position_embeddings": 32}'
+)
+
+
 def test_a_hugging_face_folder_is_built_offline_from_its_configuration(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the hf extra is not installed")
-    (tmp_path / "config.json").write_text(
-        '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 16,'
-        ' "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,'
-        ' "max_position_embeddings": 32}'
-    )
+    (tmp_path / "config.json").write_text(LLAMA)
     base = {"model": {"hf": str(tmp_path)}, "data": {"source": "random"}, "train": {"steps": 1}}
     resolved = resolve(read_config(None, base=base, title="test"), 1)
     random_state.seed_all(0)
@@ -173,6 +176,29 @@ def test_a_hugging_face_folder_is_built_offline_from_its_configuration(tmp_path:
     tokens = torch.zeros(2, 9, dtype=torch.int64)
     loss = objective_of(resolved).loss(model, TokenBatch(tokens[:, :-1], tokens[:, 1:]))
     assert 4.0 < loss.item() < 7.0  # about ln 256
+
+
+@pytest.mark.parametrize("has_metrics", [False, True])
+def test_under_tp_no_rank_gathers_the_logits_of_a_hugging_face_model_unless_metrics_read_them(
+    tmp_path: Path, *, has_metrics: bool
+) -> None:
+    pytest.importorskip("transformers", reason="the hf extra is not installed")
+    (tmp_path / "config.json").write_text(LLAMA)
+    base = {"model": {"hf": str(tmp_path)}, "data": {"source": "random"}, "parallel": {"tp": 2}, "train": {"steps": 1}}
+    metrics = {"right": lambda output, batch: sw.Mean(output.logits.sum(), batch.targets.numel())}
+    spec = sw.TrainSpec(metrics=metrics) if has_metrics else sw.TrainSpec()
+    resolved = resolve(read_config(None, base=base, title="test"), 2, spec=spec)
+    objective, tokens = objective_of(resolved), torch.empty(1, 8, dtype=torch.int64, device="meta")
+    run = sw.dry_run(
+        lambda: build_model(resolved, torch.device("meta")),
+        resolved.plan,
+        world_size=2,
+        batch=TokenBatch(tokens, tokens),
+        forward=objective.forward,
+        loss_fn=objective.scalar,
+    )
+    logits_bytes = 8 * 128 * 4  # of the ids of one rank; without them, three numbers for each position are gathered
+    assert (run.traffic["all_gather on tp"][1] >= logits_bytes) == has_metrics
 
 
 def test_an_output_that_is_no_loss_is_refused_with_the_field_to_give() -> None:

@@ -148,6 +148,11 @@ def has_loss(model: nn.Module) -> bool:
     )
 
 
+def has_divided_logits(model: nn.Module) -> bool:
+    """Whether :class:`CausalLoss` is installed: called with labels, no rank gathers all logits."""
+    return isinstance(model.__dict__.get("_loss_function"), CausalLoss)
+
+
 def without_logits(output: Any) -> Any:
     """Return an output of a transformers model without its logits."""
     if isinstance(output, tuple):

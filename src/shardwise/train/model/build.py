@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from shardwise.checkpoint.weights import WeightFiles
 from shardwise.engine.storage.attachment import attachment_of
 from shardwise.engine.storage.flat_parameters import group_of
 from shardwise.parallel.pipeline.batch import call_model, scalar_loss
+from shardwise.parallel.tensor.loss import has_divided_logits
 from shardwise.spec.errors import ConfigError, StateError
 from shardwise.train.config.resolve import RunConfig, data_of
 from shardwise.train.config.sections import LoraSection, OptimizerSection
@@ -133,10 +135,13 @@ class Objective:
         return self.scalar(self.forward(model, batch), batch)
 
 
-def objective(*, is_from_hf: bool, cp: int, task: Task = CAUSAL, in_chunks: bool = False) -> Objective:
+def objective(
+    *, is_from_hf: bool, cp: int, task: Task = CAUSAL, in_chunks: bool = False, reads_logits: bool = False
+) -> Objective:
     """Return the objective. Our GPT computes the loss itself; a Hugging Face model's logits are compared in fp32.
 
-    Under ``cp`` a Hugging Face model takes the loss itself: the logits of whole sequences would have to be gathered.
+    Under ``cp``, and under ``tp`` unless the caller ``reads_logits``, a Hugging Face model computes the loss itself,
+    because otherwise every rank would gather all logits.
     """
     if in_chunks and is_from_hf:
         return Objective(_call_for_loss, lambda output, _batch: output.loss)
@@ -152,8 +157,9 @@ def objective(*, is_from_hf: bool, cp: int, task: Task = CAUSAL, in_chunks: bool
             lambda model, batch: model(input_ids=batch.inputs, labels=batch.targets, shift_labels=batch.targets),
             lambda output, _batch: output.loss,
         )
-    call = _call_with_decoder if task.name == ANSWER else _call_hf
-    return Objective(call, _loss_of_hf)
+    if task.name == ANSWER:
+        return Objective(_call_with_decoder, _loss_of_hf)
+    return Objective(functools.partial(_call_hf, reads_logits=reads_logits), _loss_of_hf)
 
 
 def _loss_of_hf(output: Any, batch: TokenBatch) -> Tensor:
@@ -180,12 +186,13 @@ def _call_for_loss(model: nn.Module, batch: TokenBatch) -> Any:
     )
 
 
-def _call_hf(model: nn.Module, batch: TokenBatch) -> Any:
+def _call_hf(model: nn.Module, batch: TokenBatch, *, reads_logits: bool) -> Any:
     """Call a Hugging Face model. Without a mask, positions that restart at 0 separate the documents of a row.
 
     A mixture of experts that balances its load (``output_router_logits``) computes its loss with the routers' loss.
     """
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
+    divides_logits = has_divided_logits(model) and not reads_logits
+    if divides_logits or getattr(getattr(model, "config", None), "output_router_logits", False):
         return _call_for_loss(model, batch)
     if batch.mask is not None:
         return model(input_ids=batch.inputs, attention_mask=batch.mask)
@@ -222,7 +229,10 @@ def objective_of(resolved: RunConfig) -> Objective:
     else:
         in_chunks = config.train.chunked_cross_entropy
         is_from_hf, cp = config.model.hf is not None, config.parallel.cp
-        default = objective(is_from_hf=is_from_hf, cp=cp, task=resolved.task, in_chunks=in_chunks)
+        reads_logits = spec.loss is not None or bool(spec.metrics)
+        default = objective(
+            is_from_hf=is_from_hf, cp=cp, task=resolved.task, in_chunks=in_chunks, reads_logits=reads_logits
+        )
     return Objective(spec.forward or default.forward, spec.loss or default.loss_fn)
 
 
