@@ -14,6 +14,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import shardwise as sw
 from shardwise.api.dry_run import rehearse
+from shardwise.cost.work import model_work
+from shardwise.measure.meta import build_on_meta, cut_alone
 from shardwise.planner import Cluster, Workload, search
 from shardwise.planner.legal import SUPPORT, expert_degrees, tensor_degrees
 from shardwise.spec.errors import PlanError
@@ -25,7 +27,7 @@ _SIZES = {
     "intermediate_size": 64, "vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _MORE: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
@@ -56,6 +58,20 @@ def test_what_a_family_takes_is_accepted_all_at_once(family: str) -> None:
     plan = sw.ParallelPlan(strategy="zero3", dp_shard=1 if held.cp else 2, **degrees)
     world = plan.dp_shard * plan.cp * plan.tp * plan.pp
     rehearse(lambda: build(family), plan, world_size=world, ranks_per_machine=world)
+
+
+@pytest.mark.cases(3)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("family", [family for family in CAUSAL if SUPPORT[family].tp])
+def test_a_rank_of_tp_holds_the_parameters_that_the_planner_counts(family: str, *, is_tied: bool) -> None:
+    config = copy.deepcopy(config_of(family))
+    config.tie_word_embeddings = is_tied
+    plan = sw.ParallelPlan(tp=2)
+    model = build_on_meta(lambda: AutoModelForCausalLM.from_config(copy.deepcopy(config)))
+    cut_alone(model, plan, rank=0, device=torch.device("meta"))
+    units = model_work(from_config(config.to_dict(), family), plan, Workload(seq_len=32, global_batch=1))
+    assert sum(unit.count * unit.num_parameters for unit in units) == sum(p.numel() for p in model.parameters())
 
 
 #: What a family is said not to take, and cannot. GPT-2 and OPT could take cp if they had no dropout.

@@ -112,6 +112,10 @@ TABLES: dict[str, dict[str, str]] = {
     "transformers.models.gpt2.modeling_gpt2.GPT2Model": {"wte": "embedding_rowwise"},
     "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": {"lm_head": "vocabulary_head"},
     "transformers.models.gpt2.modeling_gpt2.GPT2DoubleHeadsModel": {"lm_head": "colwise_gather_output"},
+    "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXModel": {"embed_in": "embedding_rowwise"},
+    "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXForCausalLM": {"lm_head": "vocabulary_head"},
+    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssModel": {"embed_tokens": "embedding_rowwise"},
+    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssForCausalLM": {"lm_head": "vocabulary_head"},
     "transformers.models.t5.modeling_t5.T5Attention": {
         "": "divide:n_heads,inner_dim",
         "q": "colwise",
