@@ -101,6 +101,14 @@ def test_a_ring_gives_the_attention_of_the_whole_sequence(monkeypatch, is_causal
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_values_narrower_than_keys_store_no_scores(monkeypatch):
+    q, k, v, grad = tensors(2, 1, torch.float64, 24)
+    inputs = q, k, v[..., :5].contiguous(), grad[..., :5].contiguous()
+    monkeypatch.delattr(kernel, "_scores")
+    for expected, got in zip(whole(*inputs, is_causal=True), by_ring(*inputs, size=2, is_causal=True), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
 def test_narrow_numbers_are_added_up_in_fp32(dtype, tolerance):
     inputs = tensors(4, 2, dtype, 48)

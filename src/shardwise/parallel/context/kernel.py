@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 _aten = torch.ops.aten
 
@@ -30,19 +31,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) ->
     Args:
         q: Queries (B, H, Q, D).
         k: Keys (B, H or a divisor of it, K, D).
-        v: Values, in the shape of the keys.
+        v: Values, in the shape of the keys, or narrower.
         scale: Factor of the scores.
         is_causal: Whether query ``i`` attends only to keys ``0`` to ``i``.
     """
-    k, v = (_for_all_heads(t, q) for t in (k, v))
+    width = v.shape[-1]
+    k, v = (_for_all_heads(t, q) for t in (k, _widened(v, q)))
     if is_fused(q, k, v, is_causal=is_causal):
         if q.device.type == "cuda":
             out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[:2]  # noqa: SLF001
-            return out, lse
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)  # noqa: SLF001
+        else:
+            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)  # noqa: SLF001
+        return out[..., :width], lse
     scores = _scores(q, k, scale, is_causal=is_causal)
     lse = scores.logsumexp(-1)
-    return ((scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype)).to(q.dtype), lse
+    return ((scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype))[..., :width].to(q.dtype), lse
 
 
 def attend_backward(
@@ -50,17 +53,18 @@ def attend_backward(
 ) -> Triple:
     """Compute the gradients of queries, keys and values of one block."""
     (q, k, v), (out, lse) = block, result
-    num_heads = k.shape[1]
+    num_heads, width = k.shape[1], v.shape[-1]
+    grad, out, v = (_widened(t, q) for t in (grad, out, v))
     k, v = (_for_all_heads(t, q) for t in (k, v))
     if is_fused(q, k, v, is_causal=is_causal):
-        dq, dk, dv = _fused_backward(grad, (q, k, v), result, scale, is_causal=is_causal)
+        dq, dk, dv = _fused_backward(grad, (q, k, v), (out, lse), scale, is_causal=is_causal)
     else:
         weights = (_scores(q, k, scale, is_causal=is_causal) - lse.unsqueeze(-1)).exp()
         grad, out, q, k, v = (t.to(weights.dtype) for t in (grad, out, q, k, v))
         delta = (grad * out).sum(-1, keepdim=True)
         dscores = weights * (grad @ v.transpose(-2, -1) - delta) * scale
         dq, dk, dv = dscores @ k, dscores.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ grad
-    return dq, _of_own_heads(dk, num_heads), _of_own_heads(dv, num_heads)
+    return dq, _of_own_heads(dk, num_heads), _of_own_heads(dv, num_heads)[..., :width]
 
 
 def _fused_backward(
@@ -95,6 +99,11 @@ def _scores(q: Tensor, k: Tensor, scale: float, *, is_causal: bool) -> Tensor:
         return scores
     is_past = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     return scores.masked_fill(~is_past, float("-inf"))
+
+
+def _widened(t: Tensor, q: Tensor) -> Tensor:
+    """Append zeros to rows that are narrower than the queries' (latent attention); fused operators need one width."""
+    return t if t.shape[-1] >= q.shape[-1] else F.pad(t, (0, q.shape[-1] - t.shape[-1]))
 
 
 def _for_all_heads(t: Tensor, q: Tensor) -> Tensor:
