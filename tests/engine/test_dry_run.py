@@ -467,6 +467,25 @@ def test_a_configuration_runs_dry_with_its_optimizer_its_microbatches_and_its_av
     assert found("--optimizer", "adamw")["bytes_by_category"]["optimizer"] > momentum["optimizer"]
 
 
+def test_a_folder_s_loss_is_computed_as_the_configuration_says(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.LlamaConfig(vocab_size=4096, **sizes).save_pretrained(tmp_path / "model")
+    config, report = tmp_path / "run.yaml", tmp_path / "dry.json"
+    config.write_text(
+        f"model: {{hf: {tmp_path / 'model'}}}\ndata: {{source: random, seq_len: 128}}\ntrain: {{micro_batch_size: 1}}\n"
+    )
+
+    def activations(*more: str) -> int:
+        arguments = ["dry-run", str(config), "--world-size", "2", "--json", str(report)]
+        assert main([*arguments, *more]) == 0, capsys.readouterr().err
+        return json.loads(report.read_text())[0]["bytes_by_category"]["activations"]
+
+    whole = activations()
+    assert activations("--set", "train.chunked_cross_entropy=true") < whole / 2  # no full logits
+    assert activations("--micro-batch", "2") > 1.5 * whole
+
+
 def test_the_bubble_of_a_pipeline_is_given_as_a_part_of_the_step(tmp_path, capsys):
     config = tmp_path / "run.yaml"
     config.write_text(

@@ -15,6 +15,7 @@ from shardwise.spec.errors import ConfigError
 from shardwise.train.config.resolve import data_of, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.data.token_files import DataError
+from shardwise.train.parity import compare_with_one_process
 from tests.common.tokenizers import TEXT, save_tokenizer
 from tests.train.chats import cache_here
 from tests.train.train_here import sets, train_here
@@ -90,6 +91,20 @@ def test_tasks_train_alike_on_any_ranks(
     import transformers as hf
 
     assert getattr(hf, f"AutoModelFor{kind}").from_pretrained("exported")
+
+
+@pytest.mark.parametrize("task", ["classes", "answers"])
+def test_each_task_runs_dry_and_is_compared_with_one_process(
+    tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("DATA", save(tmp_path, task)))
+    assert main(["dry-run", "run.yaml", "--world-size", "2"]) == 0, capsys.readouterr().err
+    resolved = resolve(read_config("run.yaml"), 1)
+    cpu = torch.device("cpu")
+    found = compare_with_one_process(resolved, data_of(resolved), cpu, strategies=["zero3"], num_steps=1)
+    assert found.rows[0].is_bitwise
 
 
 def test_the_samples_of_each_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,11 @@ from shardwise.spec.text import aligned, first_line, printable, size
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from shardwise.api.dry_run import DryRun, OptimizerFactory
     from shardwise.spec.plan import ParallelPlan
-    from shardwise.train.model.build import Objective
+    from shardwise.train.model.build import Objective, TokenBatch
 
 #: The strategies run without ``--strategies`` and without a configuration.
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp", "hybrid_shard_grad_op")
@@ -73,7 +73,6 @@ def dry_run(
       shardwise dry-run gpt-1t --world-size 1024 --strategies zero1 --check-order
     """
     from shardwise.api.dry_run import dry_run as run_dry
-    from shardwise.train.model.build import TokenBatch, objective
 
     for option, value in (
         ("--world-size", world_size),
@@ -87,31 +86,22 @@ def dry_run(
     local_size = min(gpus_per_node, world_size)
     if spec is not None:
         overrides = [*(overrides or []), f"spec={spec}"]
-    subject = _subject(model, world_size, local_size, overrides or [])
+    subject = _subject(model, world_size, local_size, overrides or [], seq, micro_batch)
     plans, left_out = _plans(
         subject.plan, strategies, precision or subject.compute_dtype, world_size=world_size, local_size=local_size
     )
-    tokens_BT = _tokens(micro_batch or subject.micro_batch, seq or subject.seq_len)
-    if subject.own is not None and (seq is not None or micro_batch is not None):
-        raise ConfigError(
-            "--seq and --micro-batch: the spec's own samples say how long they are.\n"
-            "  Leave them out, and set train.micro_batch_size."
-        )
     results, orders = [], []
     for plan in plans:
-        batch: Any = TokenBatch(tokens_BT, tokens_BT)
-        trained = objective(is_from_hf=subject.is_from_hf, cp=plan.cp)
-        if subject.own is not None:
-            batch, trained = subject.own
         options = {
             "world_size": world_size,
-            "batch": batch,
-            "loss_fn": trained.scalar,
-            "forward": trained.forward,
+            "batch": subject.batch,
+            "loss_fn": subject.objective.scalar,
+            "forward": subject.objective.forward,
             "optimizer": optimizer or subject.optimizer,
             "ranks_per_machine": local_size,
             "num_microbatches": subject.num_microbatches,
             "has_average": subject.has_average,
+            "in_backward": subject.in_backward,
         }
         results.append(run_dry(subject.build, plan, rank=rank, backend=backend, **options))
         if check_order:
@@ -138,60 +128,74 @@ def _order(build: Callable[[], nn.Module], plan: ParallelPlan, options: dict[str
 class _Subject:
     """The subject of the dry run: the model and its training settings.
 
-    ``compute_dtype`` is the dtype of the folder's weights (with masters in fp32), or ``None`` for fp32. ``own`` is the
-    microbatch and the objective if a spec replaces parts of the run.
+    ``compute_dtype`` is the dtype of the folder's weights (with masters in fp32), or ``None`` for fp32.
     """
 
     build: Callable[[], nn.Module]
-    seq_len: int
-    micro_batch: int = 1
+    batch: Any
+    objective: Objective
     num_microbatches: int = 1
     optimizer: str | OptimizerFactory = "adamw"
     has_average: bool = False
     plan: ParallelPlan | None = None
     compute_dtype: str | None = None
-    is_from_hf: bool = False
-    own: tuple[Any, Objective] | None = None
+    in_backward: bool = False
 
 
-def _subject(model: str, world_size: int, local_size: int, overrides: list[str]) -> _Subject:
+def _subject(
+    model: str, world_size: int, local_size: int, overrides: list[str], seq: int | None, micro_batch: int | None
+) -> _Subject:
     path = Path(model).expanduser()
     if model.lower().endswith(CONFIG_ENDINGS):
-        return _from_file(path, world_size, local_size, overrides)
+        return _from_file(path, world_size, local_size, overrides, seq, micro_batch)
     if overrides:
         raise ConfigError(
             "--set needs a configuration file.\n  Name one, or use --strategies, --seq and --micro-batch."
         )
     if path.is_dir() or path.name == "config.json":
-        return _from_folder(path if path.is_dir() else path.parent)
-    return _from_preset(model)
+        return _from_folder(path if path.is_dir() else path.parent, seq, micro_batch or 1)
+    return _from_preset(model, seq, micro_batch or 1)
 
 
-def _from_preset(name: str) -> _Subject:
+def _from_preset(name: str, seq: int | None, micro_batch: int) -> _Subject:
     from shardwise.models import PRESETS, gpt
+    from shardwise.train.model.build import objective
 
     if name not in PRESETS:
         raise ConfigError(
             f"{printable(name)!r} is not a built-in model, and no configuration or folder that is there.\n"
             f"  Built in: {', '.join(PRESETS)}."
         )
-    return _Subject(lambda: gpt(name), PRESETS[name].seq_len)
+    tokens = _tokens(micro_batch, seq or PRESETS[name].seq_len)
+    return _Subject(lambda: gpt(name), tokens, objective(is_from_hf=False, cp=1))
 
 
-def _from_folder(folder: Path) -> _Subject:
+def _tokens(micro_batch: int, seq_len: int) -> TokenBatch:
+    import torch
+
+    from shardwise.train.model.build import TokenBatch
+
+    tokens_BT = torch.empty(micro_batch, seq_len, dtype=torch.int64, device="meta")
+    return TokenBatch(tokens_BT, tokens_BT)
+
+
+def _from_folder(folder: Path, seq: int | None, micro_batch: int) -> _Subject:
     from shardwise.train.config.resolve import DEFAULT_SEQ_LEN, stored_dtype
+    from shardwise.train.model.build import objective
     from shardwise.train.model.pretrained import model_from_folder
 
     stored = stored_dtype(folder)
     return _Subject(
         lambda: model_from_folder(folder, reads_weights=False),
-        seq_len=DEFAULT_SEQ_LEN,
+        _tokens(micro_batch, seq or DEFAULT_SEQ_LEN),
+        objective(is_from_hf=True, cp=1),
         compute_dtype=stored if stored in {"bf16", "fp16"} else None,
-        is_from_hf=True,
     )
 
 
-def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str]) -> _Subject:
+def _from_file(
+    path: Path, world_size: int, local_size: int, overrides: list[str], seq: int | None, micro_batch: int | None
+) -> _Subject:
     import torch
 
     from shardwise.train.config.resolve import resolve
@@ -205,7 +209,17 @@ def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str
     )
 
     resolved = resolve(read_config(path, overrides), world_size, local_size, checks_data=False)
-    config = resolved.config
+    config, batch = resolved.config, resolved.batch
+    if resolved.spec.data is not None and (seq is not None or micro_batch is not None):
+        raise ConfigError(
+            "--seq and --micro-batch: the spec's own samples say how long they are.\n"
+            "  Leave them out, and set train.micro_batch_size."
+        )
+    resolved = dataclasses.replace(
+        resolved,
+        seq_len=seq or resolved.seq_len,
+        batch=dataclasses.replace(batch, micro=micro_batch or batch.micro),
+    )
     built: list[nn.Module] = []  # the newest model, whose parameters the optimizer groups
 
     def build() -> nn.Module:
@@ -219,16 +233,13 @@ def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str
 
     return _Subject(
         build,
-        seq_len=resolved.seq_len,
-        micro_batch=resolved.batch.micro,
-        num_microbatches=resolved.batch.accumulation,
+        blank_batch(resolved, torch.device("meta"), reads_iterables=True),
+        objective_of(resolved),
+        num_microbatches=batch.accumulation,
         optimizer=make_optimizer,
         has_average=config.train.ema_decay is not None,
         plan=resolved.plan,
-        is_from_hf=config.model.hf is not None,
-        own=None
-        if resolved.spec.is_empty
-        else (blank_batch(resolved, torch.device("meta"), reads_iterables=True), objective_of(resolved)),
+        in_backward=config.optimizer.in_backward,
     )
 
 
@@ -258,12 +269,6 @@ def _plans(
         else:
             plans.append(plan)
     return plans, left_out
-
-
-def _tokens(micro_batch: int, seq_len: int) -> Tensor:
-    import torch
-
-    return torch.empty(micro_batch, seq_len, dtype=torch.int64, device="meta")
 
 
 def table(results: list[DryRun]) -> str:

@@ -25,6 +25,7 @@ from shardwise.train.data.source import is_indexed
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.user_data import UserSamples
 from shardwise.train.model.build import build_model, build_optimizer, objective_of, parameter_groups, to_tensors
+from shardwise.train.task import CLASS
 
 #: Fields about units, which do not apply if one process runs copies of the full model.
 _OF_UNITS = ("auto_wrap_policy", "merge_units", "activation_checkpointing", "compile")
@@ -116,7 +117,8 @@ def compare_with_one_process(
         inputs_BT = tensors.inputs
         if config.model.hf is None:  # all tokens of conversations count here, because the mean is taken per rank
             return inputs_BT, inputs_BT if "examples" in resolved.source.kinds else tensors.targets
-        return {"input_ids": inputs_BT, "labels": inputs_BT}  # transformers shifts the labels itself
+        labels = tensors.targets if resolved.task.name == CLASS else inputs_BT  # transformers shifts the labels itself
+        return {"input_ids": inputs_BT, "labels": labels}
 
     generator = torch.get_rng_state()
     try:
