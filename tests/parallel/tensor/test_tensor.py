@@ -223,6 +223,31 @@ def test_what_is_inside_of_a_wrapped_linear_layer_is_named():
     assert len(plan_sharding(nn.Sequential(block), table, 2).slices) == 6
 
 
+@pytest.mark.parametrize(
+    ("style", "inner"),
+    [
+        ("vocabulary_head", "colwise_gather_output"),
+        ("packed_colwise:2", "packed_colwise:2"),
+        ("colwise_heads", "colwise"),
+    ],
+)
+def test_layers_inside_of_a_wrapped_one_get_a_style_that_divides_its_outputs_alike(style, inner):
+    with pytest.raises(PlanError, match=rf"'\*.base_layer': '{inner}'"):
+        plan_sharding(nn.Sequential(Adapted(4, 8)), {"0": style}, 2)
+
+
+def test_a_dora_is_refused():
+    layer = Adapted(4, 8)
+    layer.lora_B, layer.lora_magnitude_vector = (
+        nn.ModuleDict({"default": nn.Linear(2, 8)}),
+        nn.ModuleDict({"a": layer.first}),
+    )
+    with pytest.raises(
+        PlanError, match=r"adapter is a DoRA, which needs norms of the full weight.\n  Set use_dora=False"
+    ):
+        plan_sharding(nn.Sequential(layer), {"0": "colwise"}, 2)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_vocabulary_that_no_degree_divides_is_cut_as_evenly_as_can_be(size):
     with torch.device("meta"):

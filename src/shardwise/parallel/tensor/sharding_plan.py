@@ -208,10 +208,14 @@ def _inside_adapter(site: _Site) -> list[_Site]:
     """
     side = "lora_A" if site.style.name.startswith("rowwise") else "lora_B"
     factors, base = getattr(site.module, side, None), getattr(site.module, "base_layer", None)
-    if base is None or not isinstance(factors, nn.ModuleDict) or site.style.name == "replicate":
+    if base is None or not isinstance(factors, nn.ModuleDict) or _is_dora(site) or site.style.name == "replicate":
         return [site]
     layers = {"base_layer": base} | {f"{side}.{name}": layer for name, layer in factors.items()}
     return [_Site(layer, f"{site.path}.{name}", site.style, None, site.path) for name, layer in layers.items()]
+
+
+def _is_dora(site: _Site) -> bool:
+    return bool(getattr(site.module, "lora_magnitude_vector", ()))
 
 
 def known_table(model: nn.Module) -> dict[str, str]:
@@ -286,10 +290,14 @@ def _advice_on_wrapper(site: _Site) -> str:
             f": a parametrization computes its weight.\n  Leave it whole: tp_plan={{{site.path!r}: 'replicate'}}; a"
             " rowwise layer that reads it then needs 'rowwise_split_input'."
         )
+    if _is_dora(site):
+        return ": its adapter is a DoRA, which needs norms of the full weight.\n  Set use_dora=False, or tp=1."
     if not inside:
         return ".\n  Give this style to linear layers only."
     wrapped = max(inside.values(), key=lambda shape: shape.numel())
-    dim, style = (1, "rowwise") if site.style.name.startswith("rowwise") else (0, "colwise")
+    name = site.style.name
+    dim = 1 if name.startswith("rowwise") else 0
+    style = "colwise" if "heads" in name else "colwise_gather_output" if name == "vocabulary_head" else str(site.style)
     table = {site.path: "replicate"} | {path: style for path, shape in inside.items() if shape[dim] == wrapped[dim]}
     entries = ", ".join(f"{generalized(path)!r}: {style!r}" for path, style in table.items())
     return f", but has such inside.\n  Take the style from it and give one to those: tp_plan={{{entries}}}."
