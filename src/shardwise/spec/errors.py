@@ -119,5 +119,6 @@ class Uncopyable:
 def _error(what: str) -> StateError:
     return StateError(
         f"a parallelized module cannot be {what}: it holds only this rank's shards.\n"
-        "  Use sw.full_state_dict(model) for the weights (or sw.save for a checkpoint) and build the module anew."
+        "  Use sw.full_state_dict(model) for the weights (or sw.save for a checkpoint) and build the module anew. An"
+        " average of the weights (AveragedModel, ModelEma) is sw.ExponentialMovingAverage(model)."
     )
