@@ -185,6 +185,16 @@ def _stem(blocks: int) -> nn.Module:
     return nn.Sequential(*stem, *(_Residual() for _ in range(blocks)), *ends)
 
 
+class _CrossEntropy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(x, torch.zeros(len(x), dtype=torch.int64, device=x.device))
+
+
+def _wide_head() -> nn.Module:
+    """Layers below a head whose logits are most of the memory."""
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 8192), _CrossEntropy())
+
+
 def _layers() -> nn.Module:
     """Layers one after another, of which none is a unit."""
     return nn.Sequential(*(each for _ in range(8) for each in (nn.Linear(64, 64), nn.GELU())), nn.Linear(64, 1))
@@ -194,6 +204,7 @@ def _layers() -> nn.Module:
     ("build", "shape", "recompute"),
     [
         (_layers, (512, 64), "none"),
+        (_wide_head, (4096, 64), "none"),
         (lambda: _stem(0), (8, 3, 64, 64), "none"),
         (lambda: _stem(3), (8, 3, 64, 64), "none"),
         (lambda: _stem(3), (8, 3, 64, 64), "full"),

@@ -201,6 +201,9 @@ ALL = {"activation_checkpointing": "full"}
         ("gpt_oss", {**MIXTURE, "sliding_window": 64}, {}),  # scores outside of the window are saved
         ("gpt_oss", MIXTURE, {"tp": 2}),  # tp divides nothing in blocks
         ("deepseek_v3", LATENT, {}),
+        ("mistral", {"sliding_window": 64}, {}),  # a mask for each layer, and keys and values for every head
+        ("phi3", {"sliding_window": 64}, {}),
+        ("gemma2", {"vocab_size": 8192, "head_dim": 32}, {}),  # the head's logits are capped too
     ],
 )
 def test_the_peak_of_a_model_of_transformers_is_that_of_the_dry_run(family, sizes, options):

@@ -205,7 +205,7 @@ class _Count:
         self._product(tokens, q, hidden)
         here = q, kv, layer.heads / rank.degrees.tp
         q, kv, heads = (layer.q_width, layer.kv_width, layer.heads) if layer.norms_all_heads else here
-        keys = layer.num_keys(key_len)
+        keys, has_mask = layer.num_keys(key_len), layer.has_mask(key_len)
         self.attention.append(
             AttentionWork(tokens, keys, q, heads, layer.is_causal and keys == key_len, is_fused=not layer.plain)
         )
@@ -215,17 +215,18 @@ class _Count:
                 self.parts.append(arithmetic.norm(self.block.norm, tokens * width, row, keeps_output=False))
         if layer.has_rotary:
             self.parts.append(arithmetic.rotary(tokens * (q + kv), layer.rotary_share, joins=layer.joins_rotary))
-            if layer.joins_rotary:  # the kernel's output then has its heads outermost, and is copied
+            if layer.joins_rotary and not has_mask:  # flash attention's output then has its heads outermost
                 copied = e * tokens * q
                 self.parts.append(Part("output copy", 2 * copied, 2 * copied, copied, 1))
-            if layer.is_fused:  # the values are a view of the fused output, whose memory is saved with them
+            if layer.is_fused and not (has_mask and kv < q):  # the values are a view, unless they are repeated
                 self.parts.append(Part("fused input", 0.0, 0.0, e * tokens * (q + kv), 0))
         pairs = tokens * heads * keys
         if layer.plain:
             self.parts.append(arithmetic.plain_attention(layer.plain, tokens * q, key_tokens * kv, pairs))
             self.passing_scores = arithmetic.score_gradients(layer.plain, pairs)
         else:
-            self.parts.append(arithmetic.attention(tokens * q, key_tokens * kv, tokens * heads))
+            self.parts.append(arithmetic.attention(tokens * q, key_tokens * (q if has_mask else kv), tokens * heads))
+            self.parts.append(Part("mask", 0.0, 0.0, has_mask * e * tokens * key_len, 0))
             self.scores += arithmetic.scores(pairs, drops=layer.has_dropout)
         self.parts.append(self._input_gradients(layer, tokens * q + key_tokens * 2 * kv))
         if layer.has_position_bias:  # one table for all samples

@@ -106,7 +106,8 @@ def _unfused(unit: UnitWork, block: Block, around: Around) -> tuple[float, float
     values are repeated. For families without any fused kernel in transformers, ``unit`` already counts the scores.
     """
     attention = block.attention
-    if attention.plain or around.item != 4 or attention.kv_heads == attention.heads:
+    repeats = attention.has_mask(around.workload.seq_len)
+    if attention.plain or repeats or around.item != 4 or attention.kv_heads == attention.heads:
         return 0.0, 0.0
     repeated = 2 * around.item * around.tokens(unit) * (attention.q_width - attention.kv_width) / around.plan.tp
     pairs = sum(work.queries * work.keys * work.heads for work in unit.attention)
@@ -169,6 +170,8 @@ def head_saved(unit: UnitWork, around: Around) -> HeadSaved:
     of_norm = sum(24 * unit.stream_bytes / item - saved for saved in eager)  # as in ``cost.block``
     kept = sum(part.saved_bytes for part in unit.parts if part.name != "loss")
     kept += around.stream(unit) - unit.stream_bytes  # gathered over tp
+    if unit.largest_bytes:  # traced: ``kept`` includes what the loss saves; two gradients of the largest tensor come
+        return HeadSaved(kept, 0.0, 2 * unit.largest_bytes)
     if around.workload.chunked_loss:
         # The logits of a chunk are about as large as the hidden states. Gradients of hidden states and of the weight
         # are computed in forward and stored until backward.
@@ -176,4 +179,5 @@ def head_saved(unit: UnitWork, around: Around) -> HeadSaved:
         logit_bytes = item * (hidden + logits / around.tokens(unit) * around.shape.hidden)
         return HeadSaved(kept, logit_bytes, max((item + 8) * hidden + logit_bytes, of_norm))
     each = 8 + item * (item == 2) if around.plan.tp > 1 else 12
-    return HeadSaved(kept, 4 * logits, max(each * logits, of_norm))
+    capped = any(block.attention.plain == "capped" for _, block in around.shape.stacks) * item  # Gemma 2 caps both
+    return HeadSaved(kept, (4 + capped) * logits, max((each + capped) * logits, of_norm))

@@ -98,9 +98,13 @@ class Attention:
         """Whether each norm of queries or keys reads all heads together, as in OLMo 2."""
         return self.norm_numel not in {0, 2 * self.head_dim}
 
+    def has_mask(self, key_len: int) -> bool:
+        """Whether a fused kernel reads a mask of the window; keys and values are then repeated for every head."""
+        return not self.plain and self.window is not None and self.window < key_len
+
     def num_keys(self, key_len: int) -> int:
         """Keys whose scores a query computes: those in the window, which only fused kernels leave out."""
-        return key_len if self.window is None or self.plain else min(self.window, key_len)
+        return self.window or key_len if self.has_mask(key_len) else key_len
 
     def num_parameters(self, hidden: int) -> int:
         """Parameters: ``2 h (q + kv)``, biases, norms and ``extra``."""

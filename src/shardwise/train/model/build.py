@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,11 +195,10 @@ def _call_hf(model: nn.Module, batch: TokenBatch, *, reads_logits: bool) -> Any:
     divides_logits = has_divided_logits(model) and not reads_logits
     if divides_logits or getattr(getattr(model, "config", None), "output_router_logits", False):
         return _call_for_loss(model, batch)
-    if batch.mask is not None:
-        return model(input_ids=batch.inputs, attention_mask=batch.mask)
-    if batch.positions is None:
-        return model(input_ids=batch.inputs)
-    return model(input_ids=batch.inputs, position_ids=batch.positions, use_cache=False)
+    arguments = {"attention_mask": batch.mask, "position_ids": batch.positions}
+    if "use_cache" in inspect.signature(type(model).forward).parameters:  # a cache would copy all keys and values
+        arguments["use_cache"] = False
+    return model(input_ids=batch.inputs, **{name: value for name, value in arguments.items() if value is not None})
 
 
 def _call_with_decoder(model: Any, batch: TokenBatch) -> Any:
