@@ -195,7 +195,7 @@ def _call_hf(model: nn.Module, batch: TokenBatch, *, reads_logits: bool) -> Any:
     divides_logits = has_divided_logits(model) and not reads_logits
     if divides_logits or getattr(getattr(model, "config", None), "output_router_logits", False):
         return _call_for_loss(model, batch)
-    arguments = {"attention_mask": batch.mask, "position_ids": batch.positions}
+    arguments: dict[str, Any] = {"attention_mask": batch.mask, "position_ids": batch.positions}
     if "use_cache" in inspect.signature(type(model).forward).parameters:  # a cache would copy all keys and values
         arguments["use_cache"] = False
     return model(input_ids=batch.inputs, **{name: value for name, value in arguments.items() if value is not None})
