@@ -340,7 +340,7 @@ def shape_of_groups():
     return found
 
 
-def test_one_tensor_per_unit_and_group_because_matrices_lie_before_vectors():
+def test_one_tensor_per_unit_and_group_because_matrices_are_neighbours():
     """pytorch#134191: an optimizer over one tensor per parameter takes a third of the step."""
     for found in run_on_ranks(shape_of_groups, 1):
         for strategy, (two, one) in found.items():

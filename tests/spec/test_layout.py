@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from shardwise.spec.errors import MeshError
 from shardwise.spec.granularity import ELEMENT, EVEN_PADDING, ROW, TENSOR, block, round_up, row_numel
-from shardwise.spec.layout import ALIGN_BYTES, ALIGN_NUMEL, GroupLayout, ParamSpec, ReduceLayout
+from shardwise.spec.layout import (
+    ALIGN_BYTES,
+    ALIGN_NUMEL,
+    GroupLayout,
+    ParamSpec,
+    Piece,
+    ReduceLayout,
+    flat_ranges,
+    spread,
+)
 from shardwise.spec.precision import ITEM_BYTES, item_bytes
 
 #: Scalars, zero-sized, odd and round shapes; more ranks than elements come with the worlds.
@@ -254,6 +263,23 @@ def test_narrow_dtypes_are_aligned_to_more_elements(dtype, align):
 
 def test_every_dtype_divides_the_alignment():
     assert all(ALIGN_BYTES % num_bytes == 0 for num_bytes in ITEM_BYTES.values())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_every_rank_gets_its_share_of_the_vectors_and_few_runs_of_parameters_with_weight_decay(size):
+    """An optimizer's time is that of its tensors: vectors after all matrices gave one rank four times as many."""
+    block_of = [(64,), (64,), (192, 64), (192,), (64, 64), (64,), (64,), (64,), (256, 64), (256,), (64, 256), (64,)]
+    shapes = block_of * 8
+    order = spread(shapes, size)
+    assert sorted(order) == list(range(len(shapes)))
+    layout = GroupLayout.build([ParamSpec(f"p{index}", shapes[index], "fp32") for index in order], size)
+    pieces: list[list[Piece]] = [[] for _ in range(size)]
+    for rank, piece in layout.pieces():
+        pieces[rank].append(piece)
+    assert max(map(len, pieces)) <= 1.5 * min(map(len, pieces))
+    for own in pieces:
+        kinds = [int(len(layout.params[index].shape) < 2) for index in range(len(layout.params))]
+        assert len(flat_ranges(own, kinds)) <= 4
 
 
 def test_a_layout_without_parameters_is_empty():

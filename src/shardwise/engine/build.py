@@ -15,7 +15,7 @@ from shardwise.engine.group import Form, Group
 from shardwise.engine.hooks import AfterForward, BeforeForward
 from shardwise.engine.unit import Member, Owner, Unit
 from shardwise.spec.granularity import ELEMENT
-from shardwise.spec.layout import GroupLayout, ParamSpec
+from shardwise.spec.layout import GroupLayout, ParamSpec, spread
 from shardwise.spec.module_chain import merged_name
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.policies import OffloadPolicy
@@ -107,13 +107,12 @@ def make_unit(
             is_sharded=own_placements.shards_optimizer,
         )
         is_offloaded = offload is not None and offload.covers(own_placements, is_trainable=kind.is_trainable)
-        # Matrices before vectors: the parameters with weight decay are then usually contiguous
-        # (storage.flat_parameters).
-        entries = sorted(found, key=lambda entry: entry.parameter.dim() < 2)
         in_blocks = kind.dtypes[0].is_floating_point and kind.frozen_as == "none"
         quantization = options.quantization if in_blocks else NO_QUANTIZATION
         packed_in = {kind.frozen_as, quantization.gather, quantization.reduce} - {"none"}
         is_cut = own_placements.shards_optimizer and stored_as is None  # frozen weights have no optimizer
+        shapes = [tuple(entry.parameter.shape) for entry in found]
+        entries = [found[index] for index in spread(shapes, over.gather.size if is_cut else 1)]
         layout = GroupLayout.build(
             [_spec(entry, dtype) for entry in entries],
             over.gather.size,

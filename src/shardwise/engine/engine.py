@@ -288,9 +288,9 @@ class Engine:
         self.apply_user_changes()
 
     def _end_forward(self) -> None:
-        order, is_shared = self.orders.forward_order, self.forward.is_shared
+        order, agrees = self.orders.forward_order, self.forward.is_shared and self.placements.shards_optimizer
         self.forward.handled_exception = None  # its traceback holds activations
-        if is_shared and self.placements.shards_optimizer:
+        if agrees:
             for index in order.finish():
                 self._visit(self.units[index])
         self._release_exited()
@@ -298,7 +298,7 @@ class Engine:
             if unit.state is State.UNSHARDING and not self._is_kept(unit):  # prefetched and never used
                 self.wait(unit)
                 self._reshard_after_forward(unit, needs_backward=False)
-        if is_shared:
+        if agrees:
             self._agree(order, self.comms.gather)
         else:
             order.end()

@@ -310,6 +310,27 @@ class GroupLayout:
         return f"{self.size}/{self.align_numel}/{self.granularity}/{self.owners or ''}/{rows}"
 
 
+def spread(shapes: Sequence[tuple[int, ...]], size: int) -> list[int]:
+    """Order parameters so that each rank gets about its share of their number, as it gets its share of their elements.
+
+    An optimizer's step takes time for each tensor: with all vectors at the end, the last rank would take several times
+    as long as the others. A rank's matrices are neighbours, and so are its vectors, because those with weight decay are
+    one tensor for the optimizer (``storage.flat_parameters``): the last rank has its vectors last, the one before it
+    first, and so on by turns, because a matrix may cross from a rank to the next.
+
+    Args:
+        shapes: The shapes in the order of the model.
+        size: Number of ranks over which the parameters are cut.
+
+    Returns:
+        Indices of ``shapes``.
+    """
+    numels = [max(math.prod(shape), 1) for shape in shapes]
+    starts = itertools.accumulate(numels[:-1], initial=0)
+    after = [size - 1 - start * size // sum(numels) for start in starts]  # how many ranks follow a parameter's rank
+    return sorted(range(len(shapes)), key=lambda i: (-after[i], (len(shapes[i]) < 2) != after[i] % 2))
+
+
 def rank_bytes(layouts: Iterable[GroupLayout]) -> tuple[int, ...]:
     """Bytes of parameters that each rank owns in all of ``layouts``, without padding.
 
