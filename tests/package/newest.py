@@ -68,7 +68,7 @@ def test_a_model_of_transformers_is_trained_tuned_reported_and_exported(environm
     run(bin_ / "python", "-c", LLAMA, cwd=tmp_path)
     (tmp_path / "run.yaml").write_text(FINE_TUNE)
     assert "finished 2 steps" in run(bin_ / "shardwise", "train", "run.yaml", "--nproc", "2", cwd=tmp_path)
-    settings = ("name=adapted", "lora.rank=4", "optimizer.name=adamw8bit", "parallel.granularity=[block, 4096]")
+    settings = ("name=adapted", "lora.rank=4", "optimizer.name=adamw8bit")
     lora = [word for setting in settings for word in ("--set", setting)]
     assert "finished 2 steps" in run(bin_ / "shardwise", "train", "run.yaml", "--nproc", "2", *lora, cwd=tmp_path)
     run(bin_ / "shardwise", "report", "runs/tuned", "--compare", "runs/adapted", cwd=tmp_path)

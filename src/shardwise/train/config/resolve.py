@@ -17,7 +17,7 @@ from typing import Any
 from shardwise.launch.process import num_gpus
 from shardwise.spec.errors import ConfigError, MeshError, PlanError, ShardwiseError
 from shardwise.spec.granularity import block, resolve_granularity
-from shardwise.spec.memory.eight_bit import BLOCK
+from shardwise.spec.memory.eight_bit import BLOCK, LEAST
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.policies import PrecisionPolicy
@@ -360,6 +360,8 @@ def _check_task(raw: RawConfig, task: Task, plan: ParallelPlan) -> None:
 def _plan(raw: RawConfig, world_size: int, local_size: int) -> tuple[ParallelPlan, Mesh]:
     """Return the plan and its mesh; if they are refused, substitutes with which the other checks can continue."""
     values = {name: getattr(raw.config.parallel, name) for name in type(raw.config.parallel).model_fields}
+    if raw.config.optimizer.name == "adamw8bit" and "granularity" not in raw.given_keys("parallel"):
+        values["granularity"] = block(LEAST)  # its blocks must not be cut
     stand_in = ParallelPlan(strategy="ddp"), Mesh.build(world_size, dp_shard=world_size)
     num_found = len(raw.mistakes)
     for name in sorted(raw.given_keys("parallel") & set(values)):
@@ -436,7 +438,7 @@ def _check_eight_bit(raw: RawConfig, plan: ParallelPlan) -> None:
             "optimizer",
             "name",
             f"adamw8bit keeps a scale for each {BLOCK} elements, which have to be on one rank; set"
-            " parallel.granularity=[block, 4096]",
+            f" parallel.granularity=[block, {LEAST}], or take it out",
         )
 
 
