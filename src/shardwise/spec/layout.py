@@ -326,8 +326,9 @@ def spread(shapes: Sequence[tuple[int, ...]], size: int) -> list[int]:
         Indices of ``shapes``.
     """
     numels = [max(math.prod(shape), 1) for shape in shapes]
+    total = sum(numels)
     starts = itertools.accumulate(numels[:-1], initial=0)
-    after = [size - 1 - start * size // sum(numels) for start in starts]  # how many ranks follow a parameter's rank
+    after = [size - 1 - start * size // total for start in starts]  # how many ranks follow the one of each parameter
     return sorted(range(len(shapes)), key=lambda i: (-after[i], (len(shapes[i]) < 2) != after[i] % 2))
 
 

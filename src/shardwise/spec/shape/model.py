@@ -104,7 +104,7 @@ class Attention:
 
     def num_keys(self, key_len: int) -> int:
         """Keys whose scores a query computes: those in the window, which only fused kernels leave out."""
-        return self.window or key_len if self.has_mask(key_len) else key_len
+        return key_len if self.window is None or self.plain else min(self.window, key_len)
 
     def num_parameters(self, hidden: int) -> int:
         """Parameters: ``2 h (q + kv)``, biases, norms and ``extra``."""

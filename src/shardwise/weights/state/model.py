@@ -120,15 +120,10 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     state = _in_module_order(model, later | state) if later else state
     if engine.comms.ep is None:
         return state
-    names = [name for name in full if name not in state and not name.startswith(_STAGE)]
-    parents = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-    own = list(dict.fromkeys(key.rpartition(".")[2] for key in state))  # "weight" before "bias", as in modules
-
-    def place(name: str) -> tuple[int, int]:
-        parent, _, attribute = name.rpartition(".")
-        return parents.index(parent), own.index(attribute) if attribute in own else len(own)
-
-    return _merge_by_path(state, {name: full[name] for name in sorted(names, key=place)})
+    others = [name for name in full if name not in state and not name.startswith(_STAGE)]  # of experts of other ranks
+    places = {name: place for place, name in enumerate(dict.fromkeys(key.rpartition(".")[2] for key in state))}
+    others.sort(key=lambda name: places.get(name.rpartition(".")[2], len(places)))  # weight before bias, as in modules
+    return _merge_by_path(state, {name: full[name] for name in others})
 
 
 def _refuse_partial(metadata: list[RankMetadata]) -> None:
