@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -165,11 +166,18 @@ def _full(*_: Any) -> int:
     raise OSError(28, "No space left on device")
 
 
-def test_a_run_is_exported_from_its_files_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_exported_from_its_files_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     train_well(tmp_path, 2, ["--run-dir=run", "--set=train.ema_decay=0.5", "--set=train.eval_every=null"])
     run, plain, average = tmp_path / "run", tmp_path / "plain", tmp_path / "average"
+    with monkeypatch.context() as without:
+        for package in ("transformers", "tokenizers"):
+            without.setitem(sys.modules, package, None)
+        assert main(["export", str(run), str(plain)]) == 78
+        assert "Install shardwise[hf]" in capsys.readouterr().err
     assert main(["export", str(run), str(plain)]) == 0
     hint = "these are the weights as trained; --average takes the run's averages of them\n"
     assert capsys.readouterr().err == hint

@@ -50,12 +50,12 @@ def form_of(model: nn.Module, *, merges: bool = False) -> Form:
     """
     if getattr(model, "peft_config", None):
         return Merged(model) if merges else Adapter(model)
-    if isinstance(model, GPT):
-        return OfGPT(model.config)
     try:
         from transformers import PreTrainedModel  # pyrefly: ignore[missing-import]
     except ImportError:
         raise ConfigError("an export needs the transformers package.\n  Install shardwise[hf].") from None
+    if isinstance(model, GPT):
+        return OfGPT(model.config)
     if isinstance(model, PreTrainedModel):
         return OfTransformers(model)
     raise ConfigError(

@@ -73,8 +73,9 @@ def export_trained(
     arriving = (_read(checkpoint, base, unit) for unit in units)
     extents = [[dataclasses.replace(stored, name=name) for name, stored in unit] for unit in units]
     target_dtype = None if dtype is None else torch_dtype(dtype)
+    form = form_of(model, merges=merges_adapter)
     options = FolderOptions(_tokenizer(trained), target_dtype, max_shard_bytes)
-    write_folder(path, form_of(model, merges=merges_adapter), extents, arriving, options)
+    write_folder(path, form, extents, arriving, options)
     source, kind = trained.model.get("hf"), CLASSES[resolved.task.name]
     if has_adapter and not merges_adapter:
         return f"peft.AutoPeftModelFor{kind}"
