@@ -392,3 +392,40 @@ def test_every_key_of_accelerate_is_known() -> None:
     keys += [name for name in ClusterConfig.__dataclass_fields__ if not name.endswith("_config")]
     assert len(keys) > 40
     assert [key for key in keys if not any(row.matches(key) for row in table)] == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "made"),
+    [
+        ({"type": "AdamW", "params": {"lr": 0.1}}, 0.2, {"lr": 0.2}),
+        ({"type": "AdamW", "params": {}}, 0.2, {"lr": 0.2, "weight_decay": 0}),
+        ({"type": "SGD", "params": {}}, None, {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0}),
+        ({"type": "Muon", "params": {}}, None, {"lr": 0.02, "adamw_lr": 3e-4, "weight_decay": 0}),
+        ({"type": "Muon", "params": {"muon_lr": 0.03, "lr": 1e-5}}, None, {"lr": 0.03, "adamw_lr": 1e-5}),
+        ({"type": "Muon", "params": {"adam_lr": 2e-4, "lr": 0.03}}, None, {"lr": 0.03, "adamw_lr": 2e-4}),
+    ],
+)
+def test_numbers_of_a_deepspeed_optimizer_are_its_own_in_any_order_of_the_keys(
+    tmp_path: Path, optimizer: dict[str, Any], scheduler: float | None, made: dict[str, float]
+) -> None:
+    given: dict[str, Any] = {"train_batch_size": 8}
+    if scheduler is not None:
+        given["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": scheduler}}
+    (tmp_path / "ds.json").write_text(json.dumps({**given, "optimizer": optimizer}))
+    found = yaml.load(convert_file(tmp_path / "ds.json"), yaml.CSafeLoader)
+    assert {key: found["optimizer"].get(key) for key in made} == made
+
+
+def test_what_is_off_in_deepspeed_is_off_and_two_machines_meet(tmp_path: Path) -> None:
+    off = {"train_batch_size": 8, "torch_autocast": {"enabled": False, "dtype": "bfloat16"}}
+    (tmp_path / "ds.json").write_text(json.dumps(off))
+    assert "mp_policy" not in yaml.load(convert_file(tmp_path / "ds.json"), yaml.CSafeLoader)["parallel"]
+    on = {"train_batch_size": 8, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    (tmp_path / "ds.json").write_text(json.dumps(on))
+    found = yaml.load(convert_file(tmp_path / "ds.json"), yaml.CSafeLoader)["parallel"]
+    assert found["mp_policy"] == {"param_dtype": "bf16"}
+    plugin = "distributed_type: DEEPSPEED\nnum_machines: 2\nnum_processes: 4\ndeepspeed_config: {zero_stage: 2}\n"
+    (tmp_path / "plugin.yaml").write_text(plugin)
+    text = convert_file(tmp_path / "plugin.yaml")
+    assert yaml.load(text, yaml.CSafeLoader)["train"] == {"clip_grad_norm": None}
+    assert "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 2 " in text

@@ -19,6 +19,14 @@ from shardwise.cli.output import check_writable, show, write
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.text import first_line, printable
 
+#: The dtype to compute in.
+_COMPUTES_IN = "parallel.mp_policy.param_dtype"
+#: Settings that DeepSpeed's optimizers have if a file leaves them out.
+_DEEPSPEED_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0},
+    "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0},
+    "muon": {"lr": 0.02, "weight_decay": 0},
+}
 #: Fields of a plan that do not change results. They are left out if they do not combine with the others.
 _OPTIONAL = ("compile", "offload_activations", "sequence_parallel", "reshard_after_forward")
 _TITLES = {
@@ -117,7 +125,8 @@ class Draft:
         defaults, rows = tables()[kind]
         unknown, defaults = dict(self.original), dict(defaults)
         for row in rows:
-            found = {key: unknown.pop(key) for key in list(unknown) if row.matches(key)}
+            matches = (key for pattern in row.keys.split() for key in fnmatch.filter(list(unknown), pattern))
+            found = {key: unknown.pop(key) for key in matches}  # in the row's order: the last one counts
             others = {key: defaults.pop(key) for key in list(defaults) if row.matches(key)}
             for key, value in (found or others).items():
                 self._apply(row, key, value, "" if found else f" ({kind}'s default)")
@@ -203,9 +212,11 @@ def _format(key: str, value: Any) -> str:
 
 
 def _finish_accelerate(draft: Draft) -> None:
-    computed = draft.result.get("parallel.mp_policy.param_dtype")
+    computed = draft.result.get(_COMPUTES_IN)
     if str(draft.original.get("distributed_type")).upper() == "FSDP" and computed:
         draft.put("parallel.mp_policy.reduce_dtype", computed, "FSDP reduces in the dtype of mixed_precision")
+    if "deepspeed_config.zero_stage" in draft.original and "deepspeed_config.gradient_clipping" not in draft.original:
+        draft.put("train.clip_grad_norm", None, "DeepSpeed's default")
     if "size" not in str(draft.original.get("fsdp_config.fsdp_auto_wrap_policy")).lower():
         draft.drop("parallel.auto_wrap_policy.by_size", "only with SIZE_BASED_WRAP")
     if draft.result.get("parallel.dp_replicate", 1) > 1 and draft.result.get("parallel.dp_shard", 1) > 1:
@@ -227,14 +238,16 @@ def _finish_deepspeed(draft: Draft) -> None:
     original = {key.removeprefix("optimizer.params."): value for key, value in draft.original.items()}
     if "parallel.dp_shard" in draft.result:
         _make_hybrid(draft, "mics_shard_size")
-    if (name := draft.result.get("optimizer.name")) == "adamw":
-        if str(original["optimizer.type"]).lower() == "adam" and original.get("adam_w_mode") is False:
-            draft.put("optimizer.name", "adam", "adam_w_mode: false")
-        defaults = {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0}
-        for key in defaults.keys() - original.keys():
-            draft.put(f"optimizer.{key}", defaults[key], "DeepSpeed's default")
-    elif name == "sgd":
-        draft.result.setdefault("optimizer.momentum", 0.0)
+    name = draft.result.get("optimizer.name")
+    if str(original.get("optimizer.type")).lower() == "adam" and original.get("adam_w_mode") is False:
+        draft.put("optimizer.name", "adam", "adam_w_mode: false")
+    for key, value in _DEEPSPEED_OPTIMIZERS.get(str(name), {}).items():
+        if key not in original and f"optimizer.{key}" not in draft.result:
+            draft.put(f"optimizer.{key}", value, "DeepSpeed's default")
+    if name == "muon" and "adam_lr" not in original and original.get("lr") != "auto":
+        draft.put("optimizer.adamw_lr", original.get("lr", 3e-4), "DeepSpeed's default of adam_lr")
+    if not original.get("torch_autocast.enabled") and "torch_autocast" in draft.why.get(_COMPUTES_IN, [""])[-1]:
+        draft.drop(_COMPUTES_IN, "off: torch_autocast.enabled is false")
     train = [f"train.{key}" for key in ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")]
     if all(key in draft.result for key in train):
         draft.drop(train[2], "micro batch x accumulation x ranks")
@@ -314,8 +327,8 @@ _FINISH: dict[str, Callable[[Draft], None]] = {
 
 def _finish(draft: Draft, file: Path) -> None:
     """Apply the rules common to all projects. Options that do not combine here are left out, with a note."""
-    if "parallel.mp_policy.reduce_dtype" in draft.result and "parallel.mp_policy.param_dtype" not in draft.result:
-        draft.put("parallel.mp_policy.param_dtype", None, "no dtype to compute in is given")
+    if "parallel.mp_policy.reduce_dtype" in draft.result and _COMPUTES_IN not in draft.result:
+        draft.put(_COMPUTES_IN, None, "no dtype to compute in is given")
     steps, warmup = draft.result.get("train.steps", 1000), draft.result.get("schedule.warmup_steps", 0)
     if warmup > steps:
         draft.put("train.steps", 10 * warmup, f"a stand-in: {warmup} warm-up steps do not fit in {steps}")
@@ -397,7 +410,7 @@ def _text(draft: Draft, kind: str, file: Path) -> str:
     lines = [f"# {printable(file.name)}, a configuration of {kind}, converted by `shardwise convert`."]
     count, machines = draft.original.get("num_processes"), draft.original.get("num_machines") or 1
     if isinstance(count, int) and count > 0:
-        nodes = f"--nnodes {machines} --rdzv-endpoint HOST:29500 " if machines > 1 else ""
+        nodes = f"--nnodes {machines} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if machines > 1 else ""
         lines.append(f"# start: torchrun {nodes}--nproc-per-node {count // machines} -m shardwise train THIS_FILE")
     lines += ["# Keys that are not here have the defaults of `shardwise train`; `shardwise validate` prints them."]
     if others := [name for name in names if name not in sections]:
