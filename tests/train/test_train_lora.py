@@ -129,7 +129,7 @@ def test_a_run_s_adapter_is_saved_without_its_base_goes_on_and_answers_alike_eve
 def test_the_experts_of_a_mixture_are_adapted_alike_on_one_rank_and_two_and_refused_where_they_are_divided(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "llama")
@@ -138,7 +138,12 @@ def test_the_experts_of_a_mixture_are_adapted_alike_on_one_rank_and_two_and_refu
     mixture = MixtralConfig(vocab_size=len(tokenizer), **sizes, num_key_value_heads=2, num_local_experts=4)
     MixtralForCausalLM(mixture).save_pretrained(folder / "mixtral")
     tokenizer.save_pretrained(folder / "mixtral")
-    config = CONFIG.replace("hf: llama", "hf: mixtral").replace(", targets: [q_proj, v_proj, up_proj]", "")
+    get_peft_model(MixtralForCausalLM(mixture), LoraConfig(r=4, target_modules="all-linear")).save_pretrained(
+        folder / "of peft"
+    )
+    monkeypatch.chdir(folder)
+    linear = CONFIG.replace("hf: llama", "hf: mixtral").replace(", targets: [q_proj, v_proj, up_proj]", "")
+    config = linear.replace("rank: 4", "adapter: of peft")
     one = train_here(folder, 1, ("--run-dir", "one"), config=config, before=cache_here)
     two = train_here(folder, 2, ("--run-dir", "two"), config=config, before=cache_here)
     assert [code for code, _ in one + two] == [0, 0], two
@@ -146,7 +151,6 @@ def test_the_experts_of_a_mixture_are_adapted_alike_on_one_rank_and_two_and_refu
     assert spread == pytest.approx(plain, rel=2e-5)
     assert plain[-2] < 0.98 * plain[0]
 
-    monkeypatch.chdir(folder)
     assert main(["export", "two", "adapter"]) == 0
     capsys.readouterr()
     assert main(["generate", "two", "--tokens=12 7 9", "--max-new-tokens=8", "--json"]) == 0
@@ -160,13 +164,30 @@ def test_the_experts_of_a_mixture_are_adapted_alike_on_one_rank_and_two_and_refu
     assert "Merge it with peft" in capsys.readouterr().err
     merged = adapted.merge_and_unload().generate(input_ids=ids, max_new_tokens=8, do_sample=False)
     assert merged.tolist() == found.tolist()
+    Path("linear.yaml").write_text(linear)
     for degree in ("tp", "ep"):
         capsys.readouterr()
-        assert main(["validate", "run.yaml", "--nproc", "2", *sets(f"parallel.{degree}=2")]) == 78
+        words = ["--nproc", "2", *sets(f"parallel.{degree}=2")]
+        assert main(["validate", "run.yaml", *words]) == 78
         said = capsys.readouterr().err
         assert "peft adapts 'model.layers.0.mlp.experts.base_layer.base_layer.down_proj' as a tensor" in said
-        words = ["--nproc", "2", *sets(f"parallel.{degree}=2", "lora.targets=[q_proj, v_proj]")]
-        assert main(["validate", "run.yaml", *words]) == 0
+        assert main(["validate", "linear.yaml", *words]) == 0
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "qwen2_moe"])
+def test_all_linear_layers_of_a_mixture_are_those_of_attention_whatever_peft_makes_of_the_family(family, tmp_path):
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8, "num_attention_heads": 2}
+    latent = {"q_lora_rank": 4, "kv_lora_rank": 4, "first_k_dense_replace": 1}
+    config = CONFIG_MAPPING[family](vocab_size=8, num_hidden_layers=2, num_key_value_heads=2, **sizes, **latent)
+    config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
+    config.save_pretrained(tmp_path)
+    model = adapt(AutoModelForCausalLM.from_config(config), LoraSection(rank=2), tmp_path)
+    factors = [name for name, p in model.named_parameters() if p.requires_grad]
+    linear = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "lora" not in name]
+    assert all(".self_attn." in name for name in factors)
+    assert len(factors) == 2 * sum(".self_attn." in name for name in linear)
 
 
 def test_a_base_in_16_bit_stays_so_and_may_be_held_as_int8(folder: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from shardwise.cost.part import Arithmetic, Part
 from shardwise.cost.unit import AttentionWork, Exchange, Product, UnitWork
 from shardwise.cost.workload import Workload
+from shardwise.spec.policies import is_thin
 from shardwise.spec.shape import Attention, Block, Experts, Latent, Mlp, ModelShape
 
 
@@ -121,14 +122,15 @@ class _Count:
         self._feed_forward()
         saved = sum(part.saved_bytes for part in self.parts[num_parts:])
         weights = rank.trains * sum(product.num_weights for product in self.products[num_products:])
-        adapted = list(self._adapters()) if rank.workload.lora_rank else []
+        adapted = list(self._adapters(num_products)) if rank.workload.lora_rank else []
         adapters = int(sum(p.inner * p.columns * p.count for p in adapted))
         regathered = e * num_layers * (rank.stream_numel - rank.local_stream_numel)
         if regathered:
             self.parts.append(Part("gathered inputs", 0.0, 0.0, regathered, 0))
         experts, base = self._expert_parameters(), self._shared_parameters()
-        outputs = sum(e * p.rows * p.columns * p.count for p in self.products)
-        attended = sum(
+        kept = (p for p in (*self.products, *adapted) if not is_thin(p.inner, p.columns))
+        outputs = sum(e * p.rows * p.columns * p.count for p in kept)
+        attended = rank.degrees.cp * sum(  # the ring attends once for each rank's keys
             e * work.queries * work.width + work.queries * work.heads * (4 if work.is_fused else e * work.keys)
             for work in self.attention
         )
@@ -269,6 +271,8 @@ class _Count:
         tokens, hidden, e = rank.tokens, rank.shape.hidden, rank.itemsize
         if isinstance(forward, Mlp):
             self._mlp(forward, tokens, 1)
+            if self._has_idle_layers:
+                self.parts.append(Part("frozen", 0.0, 0.0, -e * tokens * hidden, 0))
             return
         num_local = max(1, forward.count // rank.degrees.ep)
         routed = tokens * forward.per_token
@@ -276,8 +280,8 @@ class _Count:
         self._mlp(forward.mlp, routed / num_local, num_local)
         self.parts += _routing(tokens, routed, forward, hidden, e, is_fused=rank.arithmetic.is_fused)
         if not rank.trains:  # neither is that of the experts, nor that of the router
-            frozen = routed + tokens * (forward.shared is None)
-            self.parts.append(Part("frozen", 0.0, 0.0, -e * frozen * hidden, 0))
+            frozen = e * (routed + tokens) + 4 * tokens * forward.has_wide_router
+            self.parts.append(Part("frozen", 0.0, 0.0, -frozen * hidden, 0))
         if forward.shared is not None:
             if forward.has_shared_gate:
                 self._product(tokens, hidden, 1)
@@ -301,7 +305,7 @@ class _Count:
         numel = rows * count * inner
         self.inner += rank.itemsize * numel * (1 + mlp.is_gated)
         self.parts.append((arithmetic.gated if mlp.is_gated else arithmetic.activation)(mlp.activation, numel))
-        if is_batched and not rank.trains:  # the input of a frozen product without an adapter is not saved
+        if self._has_idle_layers:  # the input of a frozen product without an adapter is not saved
             self.parts.append(Part("frozen", 0.0, 0.0, -rank.itemsize * numel, 0))
         if mlp.has_dropout:
             self.parts.append(arithmetic.dropout(numel, keeps_output=not mlp.is_gated))
@@ -312,15 +316,18 @@ class _Count:
         if mlp.has_bias and rank.trains:
             self.parts.append(arithmetic.biases(numel * (1 + mlp.is_gated) + rows * count * hidden))
 
-    def _adapters(self) -> Iterator[Product]:
-        """Two thin products for each linear layer; routers and routed experts have no adapters."""
-        adapter_rank, forward = self.rank.workload.lora_rank, self.block.feed_forward
+    def _adapters(self, num_attention: int) -> Iterator[Product]:
+        """Two thin products for each linear layer, in a model with routed experts for those of attention alone."""
+        adapter_rank = self.rank.workload.lora_rank
         assert adapter_rank is not None
-        others = {1, forward.count} if isinstance(forward, Experts) else set()
-        for product in self.products:
-            if not product.is_batched and product.columns not in others:
-                yield Product(product.rows, product.inner, adapter_rank, product.count)
-                yield Product(product.rows, adapter_rank, product.columns, product.count)
+        for product in self.products[: num_attention if self._has_idle_layers else None]:
+            yield Product(product.rows, product.inner, adapter_rank, product.count)
+            yield Product(product.rows, adapter_rank, product.columns, product.count)
+
+    @property
+    def _has_idle_layers(self) -> bool:
+        """Whether feed-forward layers are frozen and have no adapters, as in a model with routed experts."""
+        return not self.rank.trains and any(isinstance(b.feed_forward, Experts) for b in self.rank.shape.blocks)
 
     # -- parameters
 

@@ -29,6 +29,7 @@ from shardwise.engine.extensions.selective import operators
 from shardwise.engine.extensions.wrap import assign_parameters, find_units
 from shardwise.measure.meta import FusedAttention, on_meta
 from shardwise.measure.shapes import KnownShapes
+from shardwise.spec.policies import is_thin
 
 _aten = torch.ops.aten
 
@@ -235,6 +236,8 @@ class _Tracer(TorchDispatchMode):
             weights = [t for t in tree_iter(args) if isinstance(t, Tensor)]
             is_trained = not any(torch_private.storage_identity(t) in self._frozen for t in weights)
             found.products.append(dataclasses.replace(product(args, outputs[0]), is_trained=is_trained))
+            if is_thin(found.products[-1].inner, found.products[-1].columns):
+                return
         else:
             found.attention.append(_attention(func, args))
             found.num_kernels += 1

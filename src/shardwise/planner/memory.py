@@ -204,8 +204,10 @@ def _parameters(unit: UnitWork, workload: Workload, *, block_of: ModelShape | No
         dense = unit.num_parameters - experts
         return Parameters(dense, experts, matrices=min(matrices, dense), expert_matrices=min(expert_matrices, experts))
     frozen = unit.num_parameters - unit.num_trained
-    packed = 0 if unit.name == "embedding" else frozen - unit.num_expert_parameters  # stacks are not linear layers
-    return Parameters(unit.num_trained, frozen=frozen, packed=packed, matrices=min(matrices, unit.num_trained))
+    experts = unit.num_expert_parameters
+    packed = 0 if unit.name == "embedding" else frozen - experts  # stacks are not linear layers
+    matrices = min(matrices, unit.num_trained)
+    return Parameters(unit.num_trained, frozen=frozen, packed=packed, frozen_experts=experts, matrices=matrices)
 
 
 def _on_rank(stage: Stage, units: tuple[UnitWork, ...], inputs: _Inputs) -> Rank:

@@ -38,6 +38,7 @@ class Parameters:
         experts: Elements of routed experts, which are trained.
         frozen: Frozen elements.
         packed: The part of ``frozen`` in linear layers, which ``quantize_frozen`` quantizes.
+        frozen_experts: The part of ``frozen`` in routed experts.
         matrices: The part of ``trained`` for which the optimizer has one state tensor less: hidden matrices, with Muon.
         expert_matrices: The same part of ``experts``.
     """
@@ -46,6 +47,7 @@ class Parameters:
     experts: int = 0
     frozen: int = 0
     packed: int = 0
+    frozen_experts: int = 0
     matrices: int = 0
     expert_matrices: int = 0
 
@@ -307,7 +309,7 @@ def owned_matrices(unit: Parameters, rules: Rules) -> int:
 
 
 def _groups(unit_parameters: Parameters, rules: Rules, *, unit: int) -> tuple[GroupFacts, ...]:
-    """The groups of a unit: trained parameters, routed experts, frozen parameters, packed frozen parameters."""
+    """The groups of a unit: trained parameters and experts, frozen parameters, packed ones, frozen experts."""
     packed_as = rules.quantization.frozen
     is_smaller = packed_as != "none" and (packed_as != "bf16" or item_bytes(rules.compute_dtype) > 2)
     packed = unit_parameters.packed if is_smaller else 0
@@ -315,8 +317,9 @@ def _groups(unit_parameters: Parameters, rules: Rules, *, unit: int) -> tuple[Gr
     for numel, ep, is_trainable, frozen_as in (
         (unit_parameters.trained, 1, True, "none"),
         (unit_parameters.experts, rules.ep, True, "none"),
-        (unit_parameters.frozen - packed, 1, False, "none"),
+        (unit_parameters.frozen - packed - unit_parameters.frozen_experts, 1, False, "none"),
         (packed, 1, False, packed_as),
+        (unit_parameters.frozen_experts, rules.ep, False, "none"),
     ):
         if numel:
             found.append(_group(numel, ep, rules, unit=unit, is_trainable=is_trainable, frozen_as=frozen_as))

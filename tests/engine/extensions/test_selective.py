@@ -27,6 +27,7 @@ class Weights(nn.Module):
         self.inner = nn.Linear(WIDTH, 3 * WIDTH)
         self.outer = nn.Linear(WIDTH, WIDTH, bias=False)
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.up = nn.Linear(WIDTH, 8 * WIDTH, bias=False)
         self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,6 +40,13 @@ def heads(m: Weights, x: Tensor) -> tuple[Tensor, ...]:
 
 def layers(m: Weights, x: Tensor) -> Tensor:
     return F.silu(m.outer(torch.tanh(m.inner(x)[..., :WIDTH])))
+
+
+def adapts(m: Weights, x: Tensor) -> Tensor:
+    down = m.outer(x).flatten(0, 1)
+    return torch.sin(m.up(down) + torch.addmm(down[:, :1], down, m.up.weight.t())).unflatten(0, x.shape[:2])[
+        ..., :WIDTH
+    ]
 
 
 def attends(m: Weights, x: Tensor) -> Tensor:
@@ -201,6 +209,7 @@ CASES = {
     multiplies_by_its_conjugate: 0,
     drops_in_attention: 0,
     multiplies_a_chain: 0,
+    adapts: 2,  # thin layers
 }
 
 

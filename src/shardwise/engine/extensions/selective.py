@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwise import torch_private
 from shardwise.comm import stall
 from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.policies import is_thin
 from shardwise.torch_private import TorchDispatchMode
 
 _T = TypeVar("_T")
@@ -131,7 +132,7 @@ class _Linear(NamedTuple):
     """A linear layer's call in forward.
 
     Attributes:
-        outputs: Its output; empty once the recomputation has taken it.
+        outputs: Its output; empty once the recomputation has taken it, and for a thin layer.
         version: Version counter of the output after the call.
         saved: Indices of the arguments that it saved for backward, in order.
         needs_grad: Whether the output required grad.
@@ -250,7 +251,9 @@ class _Forward(_Mode):
         saving = _Saving(args, self)
         output = saving.call(function)
         version = torch_private.version_of(output)
-        self._calls.append(_Linear([output.detach()], version, saving.places, output.requires_grad))
+        inner = args[0 if function is F.linear else 1].size(-1)
+        kept = [] if is_thin(inner, output.size(-1)) else [output.detach()]
+        self._calls.append(_Linear(kept, version, saving.places, output.requires_grad))
         return output
 
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -23,6 +23,9 @@ _TASKS = {NEXT: "CAUSAL_LM", ANSWER: "SEQ_2_SEQ_LM"}
 #: The adapter's name in the model, peft's own default.
 NAME = "default"
 
+#: Targets of ``lora`` that mean every linear layer; peft's own word.
+ALL = "all-linear"
+
 
 def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = True) -> nn.Module:
     """Freeze ``model``, which is built from the folder ``base``, and add adapters to it, in place.
@@ -32,6 +35,8 @@ def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = T
     """
     peft = _peft()
     config = _config(peft, section, base)
+    if config.target_modules == ALL and section.adapter is None:
+        config.target_modules = _linear_layers(model)
     config.fan_in_fan_out = any(type(module).__name__ == "Conv1D" for module in model.modules())  # GPT-2's
     try:
         model = peft.inject_adapter_in_model(config, model, adapter_name=NAME)
@@ -60,6 +65,25 @@ def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = T
         if section.adapter is not None:
             _load_adapter(peft, model, Path(section.adapter).expanduser())
     return model
+
+
+def _linear_layers(model: nn.Module) -> str | list[str]:
+    """Targets of all linear layers; in a mixture with stacked experts, of those outside of its feed-forward layers.
+
+    For some families peft's own ``all-linear`` also adapts the router and the stacked experts, each by a product as
+    large as all experts together, and forgets shared experts and dense layers. Others it gives attention's alone.
+    """
+    stacks = [name.split(".") for name, p in model.named_parameters() if p.dim() == 3 and "conv" not in name]
+    mixtures = {parts[-3] for parts in stacks if len(parts) > 2}
+    if not mixtures:
+        return ALL
+    inside, outside = set[str](), set[str]()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            *parents, last = path.split(".")
+            (outside if mixtures.isdisjoint(parents) else inside).add(last)
+    return sorted(outside - inside)
 
 
 def _last_parts(path: str) -> list[str]:
