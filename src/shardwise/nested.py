@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy as copying
 import dataclasses
+import functools
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -70,3 +73,15 @@ def _replace_in_mapping(value: Mapping[str, Any], change: Callable[[Tensor], Ten
 
 def _changed(value: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     return {key: new for key, item in value.items() if (new := replace_tensors(item, change)) is not item}
+
+
+@contextlib.contextmanager
+def forgets_meta() -> Iterator[None]:
+    """At the end of the block clear caches of ``functools`` with meta tensors, which code would later use as values."""
+    try:
+        yield
+    finally:
+        for each in gc.get_objects():
+            is_cache = type(each) is functools._lru_cache_wrapper  # noqa: SLF001 - it has no public name
+            if is_cache and any(tensor.is_meta for tensor in tensors_in(gc.get_referents(each), 4)):
+                each.cache_clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -344,3 +345,35 @@ def test_a_convolution_s_field_is_not_aligned_as_the_rows_of_a_matrix() -> None:
     field, matrix = (Product(1 << 16, 147, 4096, is_convolution=is_one) for is_one in (True, False))
     slow, slower = (sum(product_seconds(each, h100, PYTORCH, "bf16")) for each in (field, matrix))
     assert slower / slow == pytest.approx(0.5 / 0.17, rel=0.01)
+
+
+@pytest.mark.parametrize("way", ["traced", "dry", "deferred"])
+def test_no_cache_keeps_tensors_without_values(way: str) -> None:
+    positions = functools.lru_cache(torch.arange)
+    tables = functools.cache(lambda count: (torch.arange(count).flip(0),))
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("order", positions(4), persistent=False)
+            self.signs: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.signs is None:
+                self.signs = torch.ones(4)
+            return ((self.layer(x) * self.signs)[:, positions(4)][:, tables(4)[0]][:, self.order]).square().mean()
+
+    model, x = Remembers().eval(), torch.ones(2, 4)
+    positions.cache_clear()
+    if way == "traced":
+        sw.trace_model(model, x)
+        assert not model.training
+    elif way == "dry":
+        with pytest.raises(StateError, match="cpu is not on the expected device meta"):
+            sw.dry_run(Remembers, world_size=2, batch=x)
+    else:
+        sw.deferred_init(Remembers)
+    assert positions(4).tolist() == [0, 1, 2, 3]
+    assert tables(4)[0].tolist() == [3, 2, 1, 0]
+    assert model(x).item() == pytest.approx(model.layer(x).square().mean().item())

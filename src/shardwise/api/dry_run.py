@@ -25,6 +25,7 @@ from shardwise.engine.storage.flat_parameters import flat_parameters
 from shardwise.measure.meta import FusedAttention, build_on_meta, hides_tokens, without_values
 from shardwise.measure.shapes import KnownShapes
 from shardwise.measure.storage import StorageCount, held_bytes
+from shardwise.nested import forgets_meta
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.muon import Muon
 from shardwise.optim.muon_groups import muon_groups
@@ -117,6 +118,7 @@ class DryRun(Shown):
         return Page(above, [("collective", "count", "sent by this rank"), *rows], [text] if text else [])
 
 
+@forgets_meta()
 def dry_run(
     build_model: Callable[[], nn.Module],
     plan: ParallelPlan | None = None,

@@ -13,11 +13,13 @@ from shardwise.cost.traced import TracedModel
 from shardwise.cost.unit import UnitWork
 from shardwise.measure.meta import without_values
 from shardwise.measure.trace import trace
+from shardwise.nested import forgets_meta
 from shardwise.parallel.pipeline.batch import Forward, LossFn, forward_loss, num_rows
 from shardwise.spec.errors import StateError
 from shardwise.spec.text import first_line
 
 
+@forgets_meta()
 def trace_model(
     module: nn.Module, example_batch: Any, loss_fn: LossFn | None = None, *, forward: Forward | None = None
 ) -> TracedModel:

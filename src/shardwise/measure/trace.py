@@ -106,13 +106,14 @@ def trace(model: nn.Module, compute_loss: Callable[[], Tensor], dtype: torch.dty
 
 @contextlib.contextmanager
 def _in_training(model: nn.Module) -> Iterator[None]:
-    before = {module: module.training for module in model.modules()}
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
     model.train()
     try:
         yield
     finally:
-        for module, was in before.items():
-            module.training = was
+        for attributes, were in before:  # a forward may have kept a tensor in one, such as a table of positions
+            attributes.clear()
+            attributes.update(were)
 
 
 class _Tracer(TorchDispatchMode):

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from shardwise.nested import forgets_meta
 from shardwise.spec.errors import StateError
 from shardwise.torch_private import storage_identity
 
@@ -145,6 +146,7 @@ class Recording:
         return state.digest()
 
 
+@forgets_meta()
 def deferred_init(build_model: Callable[[], nn.Module]) -> nn.Module:
     """Build a model on ``meta``, without memory, and record how its values are computed.
 
