@@ -261,6 +261,7 @@ def test_what_works_element_by_element_passes_and_parts_stay_parts_until_a_file(
         assert torch.equal(torch.load(stored), p.grad.to_local())
         p.grad.mul_(0.5)
         p.grad.clamp_(-1, 1)
+        p.grad.masked_fill_(p.grad.abs() < 1e-3, 0.0)
         repr(p.grad)
     torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
     compiled = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -334,3 +335,39 @@ def test_what_users_do_to_shards_by_hand_trains_as_on_whole_parameters():
     with sw.full_parameters(model):
         for p, average in zip(model.parameters(), expected, strict=True):
             assert torch.allclose(p, average)
+
+
+def double(gradient: torch.Tensor) -> None:
+    gradient.mul_(2)
+
+
+def replace(gradient: torch.Tensor) -> None:
+    gradient.data = gradient.data * 2
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_pointed_at_other_memory_counts_as_one_changed_in_place():
+    """``p.grad.data = x``, in microbatches that are added up, with zero_grad() after forward, and with flat tensors."""
+
+    def train(change: Callable[[torch.Tensor], None], strategy: str, *, is_flat: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
+        optimizer = torch.optim.SGD(sw.flat_parameters(model) if is_flat else model.parameters(), lr=0.1)
+        found = []
+        for step in range(4):
+            for salt in range(2):
+                loss = model(sample(torch.distributed.get_rank(), step, salt=salt)).square().mean()
+                if not salt:
+                    optimizer.zero_grad(set_to_none=step != 2)
+                loss.backward()
+                for parameter in list(model.parameters())[::2]:
+                    if parameter.grad is not None:
+                        change(parameter.grad)
+            found.append(sw.clip_grad_norm(model, 1.0))
+            optimizer.step()
+        return [*found, *sw.full_state_dict(model).values()]
+
+    for strategy in ("ddp", "zero3"):
+        for is_flat in (False, True):
+            expected, found = (train(change, strategy, is_flat=is_flat) for change in (double, replace))
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), (strategy, is_flat)

@@ -86,6 +86,25 @@ def test_the_average_is_torchs_of_one_process_and_training_is_not_disturbed():
 
 
 @on_ranks(2)
+def test_a_growing_decay_gives_the_mean_that_torch_takes_by_default():
+    model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="zero3"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = sw.ExponentialMovingAverage(model)
+    plain = Chain()
+    expected = AveragedModel(plain)
+    for step in range(3):
+        train(model, optimizer, step)
+        average.decay = average.num_updates / (average.num_updates + 1)
+        average.update()
+        if state := sw.full_state_dict(model):
+            plain.load_state_dict(state)
+            expected.update_parameters(plain)
+    with average.swapped_in():
+        for name, mean in sw.full_state_dict(model).items():
+            torch.testing.assert_close(mean, expected.module.state_dict()[name])
+
+
+@on_ranks(2)
 def test_sixteen_bit_weights_are_averaged_in_fp32_and_come_back_as_they_were():
     """bf16 weights, where an average in bf16 would never move."""
     model = sw.parallelize(Chain().bfloat16(), sw.ParallelPlan(strategy="zero3"))

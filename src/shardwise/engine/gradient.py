@@ -169,13 +169,28 @@ class GradientStorage:
         if group.facts.has_part_grads:
             self.views = [self.as_part(view, shard) for view, shard in zip(self.plain, group.shards, strict=True)]
         self._holders = self._count_holders()
+        base = self.tensor.data_ptr()
+        self._offsets = [view.data_ptr() - base if view.numel() else None for view in self.plain]
         return self.tensor
+
+    @torch_private.on_plain_tensors
+    def replace_moved_views(self) -> None:
+        """Make new views in place of those that the user has pointed at other memory, as ``p.grad.data = x`` does."""
+        if self.tensor is None or self.is_temporary:
+            return
+        base, group = self.tensor.data_ptr(), self.group
+        for index, offset in enumerate(self._offsets):
+            plain, view = self.plain[index], self.views[index]
+            if offset is not None and not plain.data_ptr() == view.data_ptr() == base + offset:
+                self.plain[index] = plain = group.view_in(index, self.tensor)
+                if self.views is not self.plain:
+                    self.views[index] = self.as_part(plain, group.shards[index])
 
     def _count_holders(self) -> tuple[int, int]:
         return torch_private.num_holders([self._memory, *self.plain, *self.views, *self.flats])
 
-    def add_view(self, make: Callable[[], tuple[Tensor, Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Call ``make`` and return its result (the memory, a new view of it, known views), which the caller keeps.
+    def add_view(self, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Call ``make`` and return its result (the memory, a new view of it), which the caller keeps.
 
         The references that the caller keeps do not count as the user's in :meth:`free`.
         """
@@ -580,6 +595,7 @@ class Gradient:
         """Set or add to ``.grad`` of the shards; parameters that this rank did not use wait for their flags."""
         group, used, storage = self.group, self._used, self.storage
         assert storage.tensor is not None
+        storage.replace_moved_views()
         if not is_in_place and all(used) and self._set_grads_at_once(result, storage.tensor):
             return
         views = storage.plain if is_in_place else group.views_in(result)

@@ -120,5 +120,6 @@ def _error(what: str) -> StateError:
     return StateError(
         f"a parallelized module cannot be {what}: it holds only this rank's shards.\n"
         "  Use sw.full_state_dict(model) for the weights (or sw.save for a checkpoint) and build the module anew. An"
-        " average of the weights (AveragedModel, ModelEma) is sw.ExponentialMovingAverage(model)."
+        " average of the weights (AveragedModel, ModelEma) is sw.ExponentialMovingAverage(model); its docstring has the"
+        " decay for a plain mean, AveragedModel's default."
     )

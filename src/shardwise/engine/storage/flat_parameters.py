@@ -103,7 +103,7 @@ class FlatParameter(Uncopyable, nn.Parameter):
     span: FlatRange
     shards: tuple[nn.Parameter, ...]
     _group: weakref.ref[Group]
-    _memory_and_views: tuple[Tensor, Tensor, list[Tensor]] | None
+    _memory_and_view: tuple[Tensor, Tensor] | None
     _cached: Tensor | None
 
     @classmethod
@@ -113,7 +113,7 @@ class FlatParameter(Uncopyable, nn.Parameter):
         made.span = span
         made.shards = tuple(group.shards[piece.index] for piece in span.pieces)
         made._group = weakref.ref(group)
-        made._memory_and_views = None  # memory of gradients, and views of it: one of the run, one for each parameter
+        made._memory_and_view = None  # memory of gradients, and the run's view of it
         made._cached = None
         return made
 
@@ -143,7 +143,7 @@ class FlatParameter(Uncopyable, nn.Parameter):
         memory = self._find_views()
         if memory is None:
             return None
-        _, flat, views = memory
+        flat, views = memory
         for shard, view in zip(self.shards, views, strict=True):
             grad = shard.grad
             if grad is view:
@@ -164,8 +164,8 @@ class FlatParameter(Uncopyable, nn.Parameter):
             return
         memory = self._find_views()
         if memory is not None:
-            memory[1].copy_(value)
-            for shard, view in zip(self.shards, memory[2], strict=True):
+            memory[0].copy_(value)
+            for shard, view in zip(self.shards, memory[1], strict=True):
                 shard.grad = view
 
     def cache_gradient(self) -> None:
@@ -204,23 +204,22 @@ class FlatParameter(Uncopyable, nn.Parameter):
                 if kind == self.span.kind and storage.numel == 0:
                     yield shard
 
-    def _find_views(self) -> tuple[Tensor, Tensor, list[Tensor]] | None:
+    def _find_views(self) -> tuple[Tensor, list[Tensor]] | None:
+        """Return the run's view of the memory of gradients, and that of each parameter."""
         group = self.group
         if group is None:
             return None
-        memory = group.gradient.storage.make()
-        views = group.gradient.storage.views
-        if self._memory_and_views is not None and self._memory_and_views[0] is memory:
-            return self._memory_and_views
         storage = group.gradient.storage
+        memory = storage.make()
+        storage.replace_moved_views()
+        if self._memory_and_view is None or self._memory_and_view[0] is not memory:
 
-        def views_in() -> tuple[Tensor, Tensor, list[Tensor]]:
-            flat = memory[self.span.start : self.span.stop]
-            flat = storage.as_part(flat, None) if group.facts.has_part_grads else flat
-            return memory, flat, [views[piece.index] for piece in self.span.pieces]
+            def view() -> tuple[Tensor, Tensor]:
+                flat = memory[self.span.start : self.span.stop]
+                return memory, storage.as_part(flat, None) if group.facts.has_part_grads else flat
 
-        self._memory_and_views = storage.add_view(views_in)
-        return self._memory_and_views
+            self._memory_and_view = storage.add_view(view)
+        return self._memory_and_view[1], [storage.views[piece.index] for piece in self.span.pieces]
 
 
 torch_private.allow_foreach(FlatParameter)

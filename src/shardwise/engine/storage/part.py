@@ -258,9 +258,9 @@ def _handler_of(func: Callable[..., Any]) -> _Handler:
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
         attribute = func.__self__.__name__  # pyrefly: ignore[missing-attribute] - of a property
-        is_view = attribute in ("T", "H", "mT", "mH")
-        handler = _checked if is_view else torch_private.as_plain
-        return _elementwise if attribute in ("data", "real", "imag") else handler
+        is_view, is_part = attribute in ("T", "H", "mT", "mH"), attribute in ("data", "real", "imag")
+        handler = _checked if is_view else _elementwise if is_part else torch_private.as_plain
+        return _move if attribute == "data" and name == "__set__" else handler
     if name in _METADATA:
         return torch_private.as_plain
     if name in ("numel", "nelement"):
@@ -319,6 +319,13 @@ def _elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return _mark(result, parts, func.__name__)
 
 
+def _move(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Point a tensor at other memory (``p.grad.data = x``), which its plain tensor does not follow."""
+    if isinstance(args[0], Part):
+        args[0].plain = None
+    return _elementwise(func, args, kwargs)
+
+
 def _checked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call any function, and check each operator that it dispatches."""
     with as_plain_tensors(), _OperatorCheck(args, kwargs) as check:
@@ -362,6 +369,7 @@ class _OperatorCheck(torch_private.TorchDispatchMode):
             return func(*args, **kwargs)
         is_kept = bare in _ELEMENTWISE or (bare in _INDEXING and isinstance(parts[0], Joined))
         is_tagged = torch_private.is_pointwise(bare) if "foreach" in name else torch.Tag.pointwise in func.tags
+        is_tagged |= bare == "masked_fill"  # element-wise, without torch's tag
         if not (is_kept or is_tagged):
             raise _refusal(bare, parts[0])
         changed = args[0] if name.endswith("_") else ()

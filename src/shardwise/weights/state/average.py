@@ -41,9 +41,15 @@ class ExponentialMovingAverage:
         sw.save(path, model, optimizer, average=average)
 
     Each rank stores the average of the weights that its optimizer updates, in one flat tensor per group (and per
-    row-sharded table). An update is one fused operation per group and sends nothing. The values equal bitwise those of
-    ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn`` in one process. 16-bit weights are averaged in
+    row-sharded table). An update is one fused operation per group and sends nothing. 16-bit weights are averaged in
     fp32. Buffers, and weights that are frozen when this object is made, are not averaged: evaluation uses the model's.
+
+    The values equal bitwise those of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn`` in one
+    process, whose first update copies the weights, as one with ``decay=0`` does here. The mean of the weights, which
+    is ``AveragedModel``'s default, needs another decay before each update::
+
+        average.decay = average.num_updates / (average.num_updates + 1)
+        average.update()
 
     Args:
         model: A parallelized model; the average begins with its weights.
