@@ -45,7 +45,13 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "settings",
-    [(), ("parallel.strategy=ddp",), ("parallel.pp=2", "train.gradient_accumulation_steps=4"), ("parallel.tp=2",)],
+    [
+        (),
+        ("parallel.strategy=ddp",),
+        ("parallel.pp=2", "train.gradient_accumulation_steps=4"),
+        ("parallel.tp=2",),
+        ("parallel.tp=2", "parallel.sequence_parallel=true"),
+    ],
 )
 def test_adapters_train_alike_under_every_plan(folder: Path, settings: tuple[str, ...]) -> None:
     one = train_here(folder, 1, ("--run-dir", "one"), config=CONFIG, before=cache_here)

@@ -29,6 +29,7 @@ class Family(Case):
 
     name: str = "llama"
     has_labels: bool = False
+    adapts: tuple[str, ...] = ()
 
     @property
     def exactness(self) -> torch.dtype:
@@ -36,7 +37,15 @@ class Family(Case):
 
     def build(self) -> nn.Module:
         torch.manual_seed(7)
-        return _build(self.name, dict(self.model)).to(self.dtype).train()
+        model = _build(self.name, dict(self.model))
+        if self.adapts:
+            import peft
+
+            form = {"fan_in_fan_out": self.name == "gpt2", "init_lora_weights": False}
+            form["lora_bias"] = self.name == "gpt2"
+            config = peft.LoraConfig(r=2, target_modules=list(self.adapts), **form)
+            model = peft.inject_adapter_in_model(config, model)
+        return model.to(self.dtype).train()
 
     def loss(self, model: nn.Module, step: int, microbatch: int, reader: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * step + 100 * microbatch + reader)
@@ -137,6 +146,8 @@ def test_every_family_whose_positions_are_divided_equals_one_process():
     check(
         2,
         Family(name="gpt2", plan=SEQUENCE, model=tuple(rates.items())),
+        Family(name="gpt2", plan=SEQUENCE, adapts=("c_attn", "c_proj", "c_fc")),
+        Family(name="llama", plan=SEQUENCE, adapts=("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")),
         Family(
             name="bert",
             plan=SEQUENCE,

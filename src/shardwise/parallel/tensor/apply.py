@@ -59,11 +59,11 @@ def defer_weight_grads(modules: Iterable[nn.Module], store: GradStore) -> None:
 
 
 def _share_inputs(model: nn.Module, layers: Mapping[str, ReplacedForward], plan: ShardingPlan) -> None:
-    """Make several column-parallel layers of one module share their input."""
+    """Make several column-parallel layers of one module share their input, also those inside adapters."""
     siblings: dict[str, list[Column | CopiedColumn]] = {}
     for path, layer in layers.items():
         if isinstance(layer, Column | CopiedColumn):
-            siblings.setdefault(_parent(path), []).append(layer)
+            siblings.setdefault(_parent(path.removesuffix(".base_layer")), []).append(layer)
     for path, columns in siblings.items():
         first = columns[0]
         if plan.is_in("sequence_input", first.name):

@@ -103,7 +103,7 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: ColumnPlan) -> Tensor:
         x = all_gather_seq(x, plan.comm, plan.unit) if plan.divides_sequence else x
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.plan = plan
         return plan.forward(x, weight, bias).detach()  # not a view, because a model may write to it in place
 

@@ -130,6 +130,8 @@ def plan_sharding(
             f"tensor parallelism: the table of styles cuts nothing of {type(model).__name__}.\n"
             "  Pass tp_plan={pattern: style} with patterns of its modules, or set tp=1."
         )
+    if divides_sequence:
+        _share_factors(model, plan)
     _check_ties(model, plan)
     _check_positions(model, plan)
     return plan
@@ -212,6 +214,23 @@ def _inside_adapter(site: _Site) -> list[_Site]:
         return [site]
     layers = {"base_layer": base} | {f"{side}.{name}": layer for name, layer in factors.items()}
     return [_Site(layer, f"{site.path}.{name}", site.style, None, site.path) for name, layer in layers.items()]
+
+
+def _share_factors(model: nn.Module, plan: ShardingPlan) -> None:
+    """Sum the gradients of a LoRA's replicated factors, which each rank uses for some positions, or for some features.
+
+    The other factor gathers the positions of a product as narrow as the adapter's rank, or divides them.
+    """
+    for path, module in model.named_modules():
+        if not plan.divides_sequence(path):
+            continue
+        is_row = any(f"{path}.lora_A.{name}" in plan.replaced_forwards for name in getattr(module, "lora_A", ()))
+        for name in getattr(module, "lora_A", ()):
+            plan.replaced_forwards[f"{path}.lora_{'B' if is_row else 'A'}.{name}"] = SharedParameters
+            dropout = f"{path}.lora_dropout.{name}"
+            has_part = is_row or not plan.is_in("sequence_input", path)
+            if has_part and isinstance(model.get_submodule(dropout), nn.Dropout):
+                plan.replaced_forwards[dropout] = SequenceDropout
 
 
 def _is_dora(site: _Site) -> bool:
