@@ -138,12 +138,14 @@ def test_batches_that_cannot_be_split_and_losses_that_are_none_are_refused():
         (torch.zeros(3, 8), {"num_microbatches": 2}),
         (torch.zeros(3, 8), {"num_microbatches": 0}),
         (torch.zeros(3, 8), {}),
+        (torch.zeros(3, 8), {"loss_fn": lambda output, batch: output.detach().sum()}),
     ):
         texts.append(refusal(StateError, sw.train_step, model, batch, **options))
-    odd, zero, loss = texts
+    odd, zero, loss, constant = texts
     assert odd.startswith("a batch tensor of shape [3, 8] cannot be cut into 2 equal parts on dim 0.")
     assert zero == "num_microbatches=0: expected at least 1."
     assert loss.startswith("Chain gave a tensor of shape [3, 3] where a scalar loss was expected.")
+    assert constant.startswith("the loss of microbatch 0 depends on no trained parameter of the model")
 
 
 @on_ranks(2)

@@ -221,6 +221,8 @@ def test_a_head_for_another_task_and_half_a_model_are_those_of_the_folder(name: 
     plain.save_pretrained(tmp_path)
     model, files = deferred_from_folder(tmp_path, of_any_task=True)
     assert (type(model), files is None) == (kind, False)
+    with pytest.raises(ConfigError, match=r"(made for another task|not one of AutoModelForCausalLM); .*--spec mine.py"):
+        deferred_from_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -315,11 +315,22 @@ def test_reading_a_configuration_loads_no_torch() -> None:
         ({"model_type": "bert", "architectures": ["BertForQuestionAnswering"]}, "is made for another task"),
         ({"is_encoder_decoder": True, "architectures": ["BartForQuestionAnswering"]}, "is made for another task"),
         ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "examples/finetune_vit.py"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"], "label2id": {"LABEL_0": 0}},
+            "one class of several.*spec",
+        ),
+        ({"architectures": ["BertForSequenceClassification"], "problem_type": "regression"}, "problem_type regression"),
+        (
+            {"architectures": ["HubertForSequenceClassification"], "feat_extract_norm": "group"},
+            "reads pictures or sounds",
+        ),
         ({"model_type": "vit", "vocab_size": None}, "names no vocab_size: not a language model; .*a loop of your own"),
     ],
 )
 def test_a_folder_of_another_kind_of_model_is_refused_with_what_to_do(tmp_path, held, reason) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 256, **held}))
+    if "feat_extract_norm" in held:
+        (tmp_path / "preprocessor_config.json").write_text("{}")
     assert re.search(reason, mistakes(tmp_path, GOOD, f"model.hf={tmp_path}"))
 
 

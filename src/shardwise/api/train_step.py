@@ -60,7 +60,7 @@ def train_step(
         float64. Ranks that differ only on ``pp``, ``cp`` or ``tp`` must have the same batch.
 
     Raises:
-        StateError: The batch cannot be split, an iterator ends early, or there is no scalar loss.
+        StateError: The batch cannot be split, an iterator ends early, or there is no scalar loss with a gradient.
     """
     engine = engine_of(model, "sw.train_step")
     scale = (lambda loss: loss) if scaler is None else scaler.scale
@@ -78,6 +78,11 @@ def train_step(
     for index, part in enumerate(_microbatches(batch, count)):
         with gradient_sync(model, synchronizes and index == count - 1):
             loss = loss_of(model, part)
+            if not loss.requires_grad:
+                raise StateError(
+                    f"the loss of microbatch {index} depends on no trained parameter of the model: it has no gradient.\n"
+                    "  Let every microbatch use one (with a frozen language model: give it a picture), or train more."
+                )
             scale(loss / count if count > 1 else loss).backward()
             total += loss.detach().double()
             dtype = loss.dtype

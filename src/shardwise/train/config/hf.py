@@ -15,8 +15,9 @@ from shardwise.spec.precision import dtype_name
 from shardwise.spec.text import printable
 from shardwise.train.task import ANSWER, CAUSAL, CLASS, MASKED, Task
 
-_OWN_LOOP = (
-    "`shardwise train` trains language models and classifiers of texts; train it in a loop of your own with"
+OWN_LOOP = (
+    "from a folder `shardwise train` trains language models and classifiers of texts; take model.hf out and give this"
+    " model, its data and its loss in a spec (--spec mine.py, docs/your-own.md), or train it in a loop of your own with"
     " sw.from_pretrained"
 )
 #: Model types whose language-modelling head can attend to the tokens that it predicts unless ``is_decoder`` is set.
@@ -75,12 +76,16 @@ class LanguageModel:
 def read_language_model(folder: Path) -> LanguageModel:
     """Read the facts in a folder's ``config.json``; raise a NotTrainedError if the model cannot be trained."""
     config, path = _read(folder), folder / "config.json"
+    name = _architecture(config)
+    is_text = name.endswith(("ForCausalLM", "ForMaskedLM", "LMHeadModel"))
     try:
+        if (folder / "preprocessor_config.json").is_file() and not is_text:
+            raise NotTrainedError(f"{name} reads pictures or sounds (preprocessor_config.json); {OWN_LOOP}")
         task, vocab = _task(config), config.get("vocab_size")
     except NotTrainedError as error:
         raise NotTrainedError(f"{path}: {error}") from None
     if isinstance(vocab, bool) or not isinstance(vocab, int) or vocab < 1:
-        raise NotTrainedError(f"{path}: it names no vocab_size: not a language model; {_OWN_LOOP}")
+        raise NotTrainedError(f"{path}: it names no vocab_size: not a language model; {OWN_LOOP}")
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     return LanguageModel(vocab, positions if isinstance(positions, int) and positions > 0 else None, task)
 
@@ -128,6 +133,9 @@ def _task(config: dict[str, Any]) -> Task:
         if not isinstance(labels, dict):  # transformers writes none for two classes without names
             names = names.values() if isinstance(names, dict) else ("LABEL_0", "LABEL_1")
             labels = {str(label): number for number, label in enumerate(names)}
+        if len(labels) == 1 or config.get("problem_type") not in {None, "single_label_classification"}:
+            what = f"{len(labels)} labels, problem_type {config.get('problem_type')}"
+            raise NotTrainedError(f"{name} does not choose one class of several ({what}); {OWN_LOOP}")
         return Task(CLASS, labels)
     other = re.search("For(?!CausalLM|MaskedLM)[A-Z]", name) is not None
     answers = config.get("is_encoder_decoder") is True and "num_mel_bins" not in config  # not speech models
@@ -139,9 +147,7 @@ def _task(config: dict[str, Any]) -> Task:
         return Task(MASKED)
     if other:
         vision = " (examples/finetune_vit.py)" if "Image" in name else ""
-        raise NotTrainedError(
-            f"{name} is made for another task; {_OWN_LOOP}{vision}, or export its language model by itself"
-        )
+        raise NotTrainedError(f"{name} is made for another task; {OWN_LOOP}{vision}")
     return CAUSAL
 
 

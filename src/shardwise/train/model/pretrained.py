@@ -22,7 +22,7 @@ from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.hf_cache import local_folder
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import first_line, printable
-from shardwise.train.config.hf import NotTrainedError, read_architecture, read_language_model
+from shardwise.train.config.hf import OWN_LOOP, NotTrainedError, read_architecture, read_language_model
 from shardwise.train.task import ANSWER, CLASS, MASKED, NEXT
 from shardwise.weights.init.deferred import deferred_init
 
@@ -139,6 +139,9 @@ def _kind(folder: Path, *, of_any_task: bool) -> Any:
         is_model = is_model and cls.forward is not nn.Module.forward
         try:
             auto = getattr(transformers, f"AutoModelFor{CLASSES[read_language_model(folder).task.name]}")
+            is_half = is_model and cls.config_class not in auto._model_mapping  # noqa: SLF001 - an encoder
+            if is_half and not of_any_task:
+                raise NotTrainedError(f"{name} is not one of {auto.__name__}; {OWN_LOOP}")
         except NotTrainedError:  # images, speech, multimodal
             if of_any_task and is_model:
                 return cls
@@ -149,7 +152,6 @@ def _kind(folder: Path, *, of_any_task: bool) -> Any:
         raise ConfigError(
             f"the model in {printable(folder)} cannot be loaded: {error}.\n  Name another folder."
         ) from None
-    is_half = of_any_task and is_model and cls.config_class not in auto._model_mapping  # noqa: SLF001 - an encoder
     return cls if is_half else auto
 
 
