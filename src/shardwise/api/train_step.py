@@ -80,7 +80,7 @@ def train_step(
             loss = loss_of(model, part)
             if not loss.requires_grad:
                 raise StateError(
-                    f"the loss of microbatch {index} depends on no trained parameter of the model: it has no gradient.\n"
+                    f"the loss of microbatch {index} depends on no trained parameter, and has no gradient.\n"
                     "  Let every microbatch use one (with a frozen language model: give it a picture), or train more."
                 )
             scale(loss / count if count > 1 else loss).backward()

@@ -78,9 +78,9 @@ def read_language_model(folder: Path) -> LanguageModel:
     config, path = _read(folder), folder / "config.json"
     name = _architecture(config)
     is_text = name.endswith(("ForCausalLM", "ForMaskedLM", "LMHeadModel"))
+    if (folder / "preprocessor_config.json").is_file() and not is_text:
+        raise NotTrainedError(f"{path}: {name} reads pictures or sounds (preprocessor_config.json); {OWN_LOOP}")
     try:
-        if (folder / "preprocessor_config.json").is_file() and not is_text:
-            raise NotTrainedError(f"{name} reads pictures or sounds (preprocessor_config.json); {OWN_LOOP}")
         task, vocab = _task(config), config.get("vocab_size")
     except NotTrainedError as error:
         raise NotTrainedError(f"{path}: {error}") from None

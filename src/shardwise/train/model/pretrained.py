@@ -141,7 +141,7 @@ def _kind(folder: Path, *, of_any_task: bool) -> Any:
             auto = getattr(transformers, f"AutoModelFor{CLASSES[read_language_model(folder).task.name]}")
             is_half = is_model and cls.config_class not in auto._model_mapping  # noqa: SLF001 - an encoder
             if is_half and not of_any_task:
-                raise NotTrainedError(f"{name} is not one of {auto.__name__}; {OWN_LOOP}")
+                raise NotTrainedError(f"{name} is not one of {auto.__name__}; {OWN_LOOP}")  # noqa: TRY301
         except NotTrainedError:  # images, speech, multimodal
             if of_any_task and is_model:
                 return cls
