@@ -308,9 +308,10 @@ def set_ignored_by_ddp(module: nn.Module, names: Iterable[str]) -> None:
 def set_refusal_of_fsdp(module: nn.Module, refuse: Callable[[], object]) -> None:
     """Make torch's FSDP1 and FSDP2 (``fully_shard``, ``replicate``) call ``refuse`` when they receive ``module``.
 
-    FSDP1 evaluates ``_fsdp_flattened`` of each parameter as a condition; FSDP2 reads the registry of composable
-    functions of each module. Neither has a public hook before it changes the module
-    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_init_utils.py, ``_get_orig_params``;
+    FSDP1 evaluates ``_is_flat_param`` of each parameter as a condition; FSDP2 reads the registry of composable
+    functions of each module. Neither has a public hook before it changes the parameters. FSDP1 evaluates
+    ``_fsdp_flattened`` earlier, but optimizers that find it (Prodigy) sum their statistics over the ranks
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_flat_param.py, ``_FlatParameterMeta``;
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/_composable/contract.py).
     """
     refusal = _Refusal(refuse)
@@ -318,7 +319,7 @@ def set_refusal_of_fsdp(module: nn.Module, refuse: Callable[[], object]) -> None
         if next(each.parameters(), None) is not None:
             each.__dict__.setdefault(REGISTRY_KEY, _RefusingRegistry(refuse))
     for parameter in module.parameters():
-        parameter.__dict__.setdefault("_fsdp_flattened", refusal)
+        parameter.__dict__.setdefault("_is_flat_param", refusal)
 
 
 class _Refusal:

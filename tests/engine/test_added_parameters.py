@@ -169,6 +169,8 @@ def test_ddp_around_shards_is_refused():
 @on_ranks(2)
 def test_torchs_fsdp_around_a_parallelized_model_is_refused(strategy):
     model = parallelized(strategy)
+    # Prodigy would take the gradients for FSDP1's shards, and sum its statistics over the ranks.
+    assert not any(hasattr(p, "_fsdp_flattened") for p in model.parameters())
     before = [p.detach().clone() for p in model.parameters()]
     cpu, mesh = torch.device("cpu"), init_device_mesh("cpu", (2,))
     policy = ModuleWrapPolicy({nn.Linear})
