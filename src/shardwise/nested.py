@@ -75,6 +75,9 @@ def _changed(value: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> di
     return {key: new for key, item in value.items() if (new := replace_tensors(item, change)) is not item}
 
 
+_Cached = type(functools.cache(replace_tensors))
+
+
 @contextlib.contextmanager
 def forgets_meta() -> Iterator[None]:
     """At the end of the block clear caches of ``functools`` with meta tensors, which code would later use as values."""
@@ -82,6 +85,5 @@ def forgets_meta() -> Iterator[None]:
         yield
     finally:
         for each in gc.get_objects():
-            is_cache = type(each) is functools._lru_cache_wrapper  # noqa: SLF001 - it has no public name
-            if is_cache and any(tensor.is_meta for tensor in tensors_in(gc.get_referents(each), 4)):
+            if type(each) is _Cached and any(tensor.is_meta for tensor in tensors_in(gc.get_referents(each), 4)):
                 each.cache_clear()

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _functional_call
 from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.optim.optimizer import _foreach_supported_types
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -480,6 +481,19 @@ def replace_in_device_contexts(put: Callable[..., None], replaced: Mapping[Any, 
         )
 
     put(DeviceContext, "__torch_function__", call)
+
+
+class GroupedProducts(TorchFunctionMode):
+    """Computes shapes of the grouped products of experts on meta in every dtype; torch's own refuses all but bf16.
+
+    ``F.grouped_mm`` shows no mode its public name (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch._grouped_mm or not args[0].is_meta or args[0].dtype is torch.bfloat16:
+            return func(*args, **(kwargs or {}))
+        rows, stack = args[:2]
+        return rows @ stack[0] if stack.dim() == 3 else rows @ stack
 
 
 #: Functions of ``torch.cuda`` that start the device, or keep it busy; they do nothing on a simulated device.

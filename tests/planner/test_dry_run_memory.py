@@ -191,6 +191,7 @@ LATENT = {
     "first_k_dense_replace": 1,
 }
 ALL = {"activation_checkpointing": "full"}
+PIPELINE = {"strategy": "zero1", "pp": 2, "pipeline": {"schedule": "1f1b", "num_microbatches": 4}}
 
 
 @pytest.mark.cases(4)
@@ -201,6 +202,8 @@ ALL = {"activation_checkpointing": "full"}
         ("olmoe", MIXTURE, {**ALL, "tp": 2}),  # ranks gather the heads, which a norm reads together
         ("mixtral", MIXTURE, ALL),  # outputs of experts are weighted in fp32
         ("qwen3_moe", {**MIXTURE, "moe_intermediate_size": 256}, ALL),
+        ("mixtral", {**MIXTURE, "num_hidden_layers": 8}, PIPELINE),
+        ("mixtral", {**MIXTURE, "num_key_value_heads": 8}, {"mp_policy": None}),
         ("qwen2_moe", SHARED, {"tp": 2}),  # tp does not divide the shared expert
         ("gpt_oss", {**MIXTURE, "sliding_window": 64}, {}),  # scores outside of the window are saved
         ("gpt_oss", MIXTURE, {"tp": 2}),  # tp divides nothing in blocks
@@ -213,9 +216,14 @@ ALL = {"activation_checkpointing": "full"}
 def test_the_peak_of_a_model_of_transformers_is_that_of_the_dry_run(family, sizes, options):
     config = transformers.CONFIG_MAPPING[family](**{**HF, **sizes})
     tokens = torch.empty(4, 512, dtype=torch.int64, device="meta")
-    plan = sw.ParallelPlan(strategy="zero3", mp_policy=sw.PrecisionPolicy(param_dtype="bf16"), **options)
-    recompute, samples = options.get("activation_checkpointing", "none"), 4 * plan.mesh(WORLD).data_parallel_size
-    workload = Workload(seq_len=512, global_batch=samples, micro_batch=4, recompute=recompute)
+    plan = sw.ParallelPlan(**{"strategy": "zero3", "mp_policy": sw.PrecisionPolicy(param_dtype="bf16"), **options})
+    workload = Workload(
+        seq_len=512,
+        global_batch=4 * plan.mesh(WORLD).data_parallel_size * options.get("pipeline", {}).get("num_microbatches", 1),
+        micro_batch=4,
+        recompute=options.get("activation_checkpointing", "none"),
+        precision="fp32" if plan.mp_policy is None else "bf16",
+    )
     shape = sw.ModelShape.from_config(config.to_dict())
     build = lambda: transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))  # noqa: E731
     check_peak(build, shape, plan, workload, {"input_ids": tokens, "labels": tokens})

@@ -388,6 +388,4 @@ def _named_errors(model: nn.Module) -> Iterator[None]:
             "  sw.dry_run needs a forward and a loss that read no tensor's values (.item(), boolean masks, `if` on a"
             " tensor) and make tensors on their inputs' device."
         )
-        if "BF16" in str(error):  # torch's grouped matrix products of experts (torch 2.13)
-            advice = "  On meta its experts run in bf16 only: set mp_policy='bf16' (parallel.mp_policy=bf16)."
         raise StateError(f"{type(model).__name__} cannot run without values: {first_line(error)}\n{advice}") from error

@@ -123,7 +123,7 @@ def _asker_for_masks() -> str | None:
     return frame.f_code.co_name if frame is not None and frame.f_globals.get("__name__") in _MAKES_MASKS else None
 
 
-class FusedAttention(TorchFunctionMode):
+class FusedAttention(torch_private.GroupedProducts):
     """Makes a model on meta use the kernels of attention and dropout and take the branches that it would on the device.
 
     With meta tensors torch uses the plain formula of attention, which saves the matrix of scores for backward. The
@@ -154,7 +154,7 @@ class FusedAttention(TorchFunctionMode):
             output = self._attend(*args, **kwargs)
             if output is not None:
                 return output
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _attend(  # noqa: PLR0917 - torch's signature
         self,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from shardwise import torch_private
 from shardwise.comm.control import digest_text
 from shardwise.nested import tensors_in
 from shardwise.parallel.pipeline.marks import FlowMarks
@@ -273,7 +274,8 @@ def _attempt(
     copied = [a.detach().to(device, copy=True) if isinstance(a, Tensor) else a for a in arguments]
     versions = _versions(copied)
     args, kwargs = tree_unflatten(copied, spec)
-    return copied, versions, module.compute_copy(args, kwargs, device)
+    with torch_private.GroupedProducts():
+        return copied, versions, module.compute_copy(args, kwargs, device)
 
 
 def _copied(value: Any) -> Any:
