@@ -257,6 +257,27 @@ class Full(Line):
 iterable = sw.TrainSpec(model=Line, data=Numbers())
 full = sw.TrainSpec(model=Full, data=Numbers())
 short = sw.TrainSpec(model=Line, data=Numbers(), callbacks=[EndsAtFive()])
+
+
+def late_squares(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> sw.Mean:
+    weight = 3.0 * (batch[1] >= 8)
+    return sw.Mean((weight * output[:, 0].square()).sum(), weight.sum())
+
+
+class Late:
+    """Numbered items, the first eight of which do not count in the loss."""
+
+    def __iter__(self) -> Any:
+        return ((x, torch.tensor(index)) for index, (x, _) in enumerate(Numbers()))
+
+
+late = sw.TrainSpec(
+    model=lambda: torch.nn.Linear(3, 1),
+    data=Late(),
+    forward=lambda model, batch: model(batch[0]),
+    loss=late_squares,
+    optimizer=plain_sgd,
+)
 IMPORTS = "import shardwise as sw\nfrom tests.train.test_spec import Line, Numbers\n"
 HERE = str(Path(__file__))
 
@@ -297,6 +318,16 @@ def test_an_iterable_is_read_in_its_order_and_resumed_at_the_item(tmp_path: Path
     model, items = Line(), list(Numbers())[:8]
     batch = torch.utils.data.default_collate(items)
     assert losses(tmp_path / "whole")[0] == pytest.approx(model(*batch).item(), rel=1e-6)
+
+
+def test_a_first_step_in_which_nothing_counts_leaves_later_means_right(tmp_path: Path) -> None:
+    config = "train: {steps: 2, micro_batch_size: 4}\noptimizer: {weight_decay: 0.0}\nlog: {tensorboard: false}\n"
+    for code, text in train_on(2, tmp_path, (f"{HERE}:late", "--run-dir", "run"), config=config):
+        assert code == 0, text
+    random_state.seed_all(0)
+    layer = torch.nn.Linear(3, 1)
+    mean = layer(torch.stack([x for x, _ in Numbers()][8:16])).square().mean().item()
+    assert losses(tmp_path / "run") == [0.0, pytest.approx(mean, rel=1e-6)]
 
 
 def test_a_run_without_memory_left_says_at_which_step_and_what_needs_less(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class Trainer:
             callbacks=resolved.spec.callbacks,
             foreign_bytes=foreign_bytes,
         )
-        self._has_means: bool | None = None  # whether the spec's loss returns sw.Mean; known after a step
+        self._has_means: bool | None = None  # whether the spec's loss returns sw.Mean; known in the first step
         stops = config.train.non_finite == "stop"
         self.update = Update(self.model, self.optimizer, max_norm=config.train.clip_grad_norm, stops=stops)
         self.microbatches = Microbatches(batch, device)
@@ -362,7 +362,9 @@ class Trainer:
             losses=losses,
         )
         loss = sum(losses, torch.zeros((), device=self.device)) if losses else None
-        if self.resolved.spec.loss is None or self._has_means is False:
+        if self.resolved.spec.loss is not None and self._has_means is None:
+            self._has_means = any(self.control.all_json(bool(counts)))
+        if not self._has_means:
             return loss
         factor = self._factor(counts, has_loss=bool(losses))
         factors = {factor.device: factor}
@@ -382,15 +384,12 @@ class Trainer:
         Copies of a loss, on ranks of ``tp`` and ``cp``, multiply both sums.
 
         Collective:
-            One all-reduce of 16 bytes over all ranks, for which the host waits in the first step only. If the loss is
-            no ``sw.Mean``, later steps have none.
+            One all-reduce of 16 bytes over all ranks, for which the host does not wait.
         """
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         sums[1] = float(has_loss)
         for count in counts:
             sums[0] += count
         engine_of(self.model, "train").comms.world.all_reduce(sums, unit="loss").wait()
-        if self._has_means is None:
-            self._has_means = bool(sums[0] > 0)
         factor = sums[1] * self.resolved.batch.accumulation / sums[0]
         return torch.where(sums[0] > 0, factor, torch.ones_like(factor)).float()

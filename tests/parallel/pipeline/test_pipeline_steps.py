@@ -77,6 +77,8 @@ def run(schedules):
         steps += [sw.eval_step(model, {"ids": ids(rows)}).item() for rows in (4, 3, 1)]
         with pytest.raises(StateError, match="a backward for each microbatch"):
             sw.optimizer_in_backward(model, optimizer)
+        with pytest.raises(StateError, match=r"microbatch 1 of a step .* \[3, 5\], .* 0 has \[4, 5\]"):
+            sw.train_step(model, iter([{"ids": ids()}, {"ids": ids(3)}]), None, NUM_MICROBATCHES)
         results.append((steps, len(pipelined_of(model)._stages._flows)))
     return results
 

@@ -232,6 +232,12 @@ class Pipelined(Uncopyable):
         """
         engine = engine_of(model, "sw.train_step")
         stages, _, ranks = self.layout()
+        shapes = [describe_shapes(part) for part in parts]
+        if odd := next((index for index, each in enumerate(shapes) if each != shapes[0]), 0):
+            raise StateError(
+                f"microbatch {odd} of a step has tensors of shapes {shapes[odd]}, and microbatch 0 has {shapes[0]}.\n"
+                "  A pipeline needs equal ones in a step: pad all samples to the same length (collate), or set pp=1."
+            )
         scale(torch.zeros((), device=engine.comms.control.device))
         count = len(parts)
         schedule = self._schedule(count) if torch.is_grad_enabled() else forward_only(ranks, count)
