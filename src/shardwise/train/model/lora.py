@@ -73,8 +73,8 @@ def _linear_layers(model: nn.Module) -> str | list[str]:
     For some families peft's own ``all-linear`` also adapts the router and the stacked experts, each by a product as
     large as all experts together, and forgets shared experts and dense layers. Others it gives attention's alone.
     """
-    stacks = [name.split(".") for name, p in model.named_parameters() if p.dim() == 3 and "conv" not in name]
-    mixtures = {parts[-3] for parts in stacks if len(parts) > 2}
+    stacked = (name for name, p in model.named_parameters() if p.dim() == 3 and len(p) > 1 and "conv" not in name)
+    mixtures = {name.split(".")[-3] for name in stacked if name.count(".") > 1}
     if not mixtures:
         return ALL
     inside, outside = set[str](), set[str]()
