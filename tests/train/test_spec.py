@@ -330,6 +330,33 @@ def test_a_first_step_in_which_nothing_counts_leaves_later_means_right(tmp_path:
     assert losses(tmp_path / "run") == [0.0, pytest.approx(mean, rel=1e-6)]
 
 
+def squares(output: torch.Tensor, _batch: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+late_parts = {"model": late.model, "forward": late.forward, "data": Late(), "loss": squares}
+evaluated = {"eval_data": [(torch.ones(3), torch.tensor(1))] * 8, **late_parts}
+of_tensor = sw.TrainSpec(metrics={"size": squares}, **evaluated)
+of_values = sw.TrainSpec(metrics={"size": lambda output, batch: sw.Mean(output, len(output))}, **evaluated)
+of_rows = sw.TrainSpec(**{**late_parts, "loss": lambda output, batch: output.square().mean(1)})
+of_pairs = sw.TrainSpec(**{**late_parts, "loss": lambda output, batch: (squares(output, batch), output)})
+of_nothing = sw.TrainSpec(optimizer=lambda groups, lr: None, **late_parts)  # type: ignore[arg-type,return-value]
+MISTAKES = {
+    "of_tensor": "TrainSpec(metrics=...): 'size' gave Tensor, expected sw.Mean.",
+    "of_values": "sw.Mean: expected a sum and a count, got a tensor of shape [4, 1].",
+    "of_rows": "the loss function gave a tensor of shape [4] where a scalar loss was expected.",
+    "of_pairs": "the loss function gave tuple where a scalar loss was expected.",
+    "of_nothing": "TrainSpec(optimizer=...) returned NoneType, expected a torch.optim.Optimizer.",
+}
+
+
+def test_functions_of_a_spec_that_return_something_else_are_named(tmp_path: Path) -> None:
+    config = "train: {steps: 2, micro_batch_size: 4}\nlog: {tensorboard: false}\n"
+    results = train_on(1, tmp_path, *((f"{HERE}:{name}", "--run-dir", name) for name in MISTAKES), config=config)
+    for (code, text), message in zip(results, MISTAKES.values(), strict=True):
+        assert (code, message in text) == (78, True), text
+
+
 def test_a_run_without_memory_left_says_at_which_step_and_what_needs_less(tmp_path: Path) -> None:
     results = train_on(2, tmp_path, (f"{HERE}:full", "--run-dir", "run"), config="log: {tensorboard: false}\n")
     for code, text in results:
@@ -379,6 +406,7 @@ def _yaml(text: str) -> dict[str, Any]:
     ("fields", "words"),
     [
         ({"loss": 3}, "loss=3: expected something to call"),
+        ({"model": torch.nn.Linear(2, 2)}, "model=Linear: it is built already; give its class, or what makes it"),
         ({"data": 3}, "data=3: expected a data set or an iterable"),
         ({"metrics": {"a": None}}, r"metrics\['a'\]: expected something to call"),
         ({"callbacks": [print]}, "is not an sw.Callback"),

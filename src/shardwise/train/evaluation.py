@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.text import printable
 from shardwise.train.config.resolve import RunConfig
 from shardwise.train.control import Control
 from shardwise.train.data.rows import Samples
@@ -68,6 +70,11 @@ class Evaluation:
         def loss_fn(output: Any, part: Any) -> Tensor:
             for name in names:
                 found = metrics[name](output, part)
+                if not isinstance(found, Mean):
+                    raise ConfigError(
+                        f"TrainSpec(metrics=...): {printable(name)!r} gave {type(found).__name__}, expected sw.Mean.\n"
+                        "  Return a sum and its count, for example sw.Mean(is_right.sum(), len(is_right))."
+                    )
                 sums[name].append((found.total, found.count))
             loss = objective.loss_fn(output, part)
             if not isinstance(loss, Mean):

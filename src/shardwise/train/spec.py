@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,15 @@ class Mean:
 
     total: Tensor
     count: Tensor | float
+
+    def __post_init__(self) -> None:
+        """Refuse the values of each sample in place of their sum."""
+        for each in (self.total, self.count):
+            if math.prod(shape := getattr(each, "shape", ())) != 1:
+                raise ConfigError(
+                    f"sw.Mean: expected a sum and a count, got a tensor of shape {list(shape)}.\n"
+                    "  Pass sw.Mean(values.sum(), len(values))."
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +115,8 @@ class TrainSpec:
             for name in called
             if (value := getattr(self, name)) is not None and not callable(value)
         ]
+        if any(kind.__name__ == "Module" for kind in type(self.model).__mro__):
+            wrong.append(f"model={type(self.model).__name__}: it is built already; give its class, or what makes it")
         wrong += [f"{name}{why}" for name in ("data", "eval_data") if (why := _wrong_data(getattr(self, name)))]
         wrong += [
             f"metrics[{name!r}]: expected something to call"

@@ -22,8 +22,9 @@ Forward = Callable[[nn.Module, Any], Any]
 def forward_loss(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, forward: Forward | None = None) -> Tensor:
     """Compute the scalar loss of ``model`` on ``batch``, as ``sw.train_step`` does."""
     output = (forward or call_model)(model, batch)
-    loss = loss_fn(output, batch) if loss_fn is not None else getattr(output, "loss", output)
-    return scalar_loss(loss, type(model).__name__)
+    if loss_fn is not None:
+        return scalar_loss(loss_fn(output, batch), "the loss function", "Return the mean over the batch")
+    return scalar_loss(getattr(output, "loss", output), type(model).__name__)
 
 
 def scalar_loss(loss: Any, what: str, advice: str = "Pass loss_fn=lambda output, batch: ...") -> Tensor:

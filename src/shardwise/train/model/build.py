@@ -295,6 +295,11 @@ def build_optimizer(
     decay = section.weight_decay
     if factory is not None:
         built = factory([{"weight_decay": decay, **group} for group in groups], section.lr)
+        if not isinstance(built, torch.optim.Optimizer):
+            raise ConfigError(
+                f"TrainSpec(optimizer=...) returned {type(built).__name__}, expected a torch.optim.Optimizer.\n"
+                "  Return the optimizer of the groups that it was given; a schedule is TrainSpec(schedule=...)."
+            )
         for group in built.param_groups:
             group.setdefault(PEAK, float(group["lr"]))
         return built

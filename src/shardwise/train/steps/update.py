@@ -80,7 +80,7 @@ def with_true_gradient(loss: Tensor) -> Tensor:
 
     An infinite loss may have a finite gradient: for example cross-entropy of a logit of minus infinity.
     """
-    if loss.requires_grad:
+    if isinstance(loss, Tensor) and loss.requires_grad:  # sw.train_step refuses other losses
         is_finite = loss.detach().isfinite()
         loss.register_hook(lambda grad: torch.where(is_finite, grad, math.nan))
     return loss
