@@ -203,7 +203,10 @@ PIPELINE = {"strategy": "zero1", "pp": 2, "pipeline": {"schedule": "1f1b", "num_
         ("mixtral", MIXTURE, ALL),  # outputs of experts are weighted in fp32
         ("qwen3_moe", {**MIXTURE, "moe_intermediate_size": 256}, ALL),
         ("mixtral", {**MIXTURE, "num_hidden_layers": 8}, PIPELINE),
-        ("mixtral", {**MIXTURE, "num_key_value_heads": 8}, {"mp_policy": None}),
+        ("mixtral", MIXTURE, {"mp_policy": None}),
+        ("llama", {}, {"mp_policy": None}),  # no kernel shares keys in fp32: scores are saved, and have gradients
+        ("llama", {}, {**ALL, "mp_policy": None}),
+        ("llama", {}, {"mp_policy": None, "cp": 2}),
         ("qwen2_moe", SHARED, {"tp": 2}),  # tp does not divide the shared expert
         ("gpt_oss", {**MIXTURE, "sliding_window": 64}, {}),  # scores outside of the window are saved
         ("gpt_oss", MIXTURE, {"tp": 2}),  # tp divides nothing in blocks

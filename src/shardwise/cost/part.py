@@ -191,7 +191,7 @@ class Arithmetic:
         )
 
     def score_gradients(self, kind: str, pairs: float) -> float:
-        """Bytes of the gradients of plain attention's probabilities and scores, less the probabilities' copy."""
+        """Bytes of the gradients of plain attention's probabilities and scores, less a capped one's copy of them."""
         return pairs * (8 - self.itemsize if kind == "capped" else 2 * self.itemsize)
 
     def scores(self, pairs: float, *, drops: bool) -> float:

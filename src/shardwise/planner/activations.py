@@ -102,12 +102,11 @@ def weight_terms(unit: UnitWork, around: Around) -> float:
 def _unfused(unit: UnitWork, block: Block, around: Around) -> tuple[float, float]:
     """Bytes saved in addition if no kernel fuses attention, and the part of them that are outputs of products.
 
-    In fp32 no fused kernel of torch accepts fewer heads of keys than of queries, so scores are saved, and keys and
-    values are repeated. For families without any fused kernel in transformers, ``unit`` already counts the scores.
+    Scores are saved, and keys and values are repeated. For families without any fused kernel in transformers, ``unit``
+    already counts the scores.
     """
     attention = block.attention
-    repeats = attention.has_mask(around.workload.seq_len)
-    if attention.plain or repeats or around.item != 4 or attention.kv_heads == attention.heads:
+    if not attention.is_unfused(around.workload.seq_len, around.item, around.plan.cp):
         return 0.0, 0.0
     repeated = 2 * around.item * around.tokens(unit) * (attention.q_width - attention.kv_width) / around.plan.tp
     pairs = sum(work.queries * work.keys * work.heads for work in unit.attention)

@@ -102,6 +102,14 @@ class Attention:
         """Whether a fused kernel reads a mask of the window; keys and values are then repeated for every head."""
         return not self.plain and self.window is not None and self.window < key_len
 
+    def is_unfused(self, key_len: int, itemsize: int, cp: int) -> bool:
+        """Whether scores are saved because in fp32 no fused kernel of torch takes fewer heads of keys than of queries.
+
+        The ring of ``cp`` repeats keys and values itself.
+        """
+        is_grouped = self.kv_heads < self.heads and not self.has_mask(key_len)
+        return itemsize == 4 and is_grouped and cp == 1 and not self.plain
+
     def num_keys(self, key_len: int) -> int:
         """Keys whose scores a query computes: those in the window, which only fused kernels leave out."""
         return key_len if self.window is None or self.plain else min(self.window, key_len)
