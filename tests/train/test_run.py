@@ -105,7 +105,8 @@ def test_a_loop_with_a_run_is_the_loop_and_goes_on_where_it_was_stopped_on_anoth
     assert losses(cut) == pytest.approx(expected, rel=1e-5)
     lines = metrics(cut)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert [line["lr"] for line in lines] == [line["lr"] for line in metrics(whole)]
+    rates = [1e-2] * 5 + [5e-3] * 5 + [2.5e-3] * 2
+    assert [line["lr"] for line in lines] == [line["lr"] for line in metrics(whole)] == rates
     assert [line["tokens"] for line in lines] == [8 * step for step in range(1, STEPS + 1)]
     weights = [line["weight"] for line in metrics(whole)]
     assert [line["weight"] for line in lines] == pytest.approx(weights)

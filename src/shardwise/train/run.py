@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwise as sw
 from shardwise.api.dry_run import DryRun
@@ -173,6 +174,7 @@ class Run:
         self._loop: Loop | None = None
         self._steps: Generator[int] | None = None
         self._logged: dict[str, Any] = {}
+        self._lr: float | None = None  # the rate of the step's update: a schedule may step before the loop's next step
 
     # --- around the loop ---------------------------------------------------------------------------------------------
 
@@ -199,6 +201,7 @@ class Run:
             run_session.control.check_same(self._shared(), "state of sampler and scheduler")
             stack.enter_context(loop.running())
             stack.enter_context(workers_exit_with_this_rank())
+            stack.callback(register_optimizer_step_pre_hook(self._read_lr).remove)  # also if Accelerate wraps it
             self._stack = stack.pop_all()
         return self
 
@@ -261,7 +264,7 @@ class Run:
             loop.check_replicas(loop.step)
         with contextlib.closing(loop.steps()) as steps:
             for step in steps:
-                self._logged = {}
+                self._logged, self._lr = {}, None
                 try:
                     yield step
                 finally:  # also if the loop is left here
@@ -296,6 +299,10 @@ class Run:
         fields = {"loss": loss, "grad_norm": grad_norm, "tokens": tokens, **values}
         self._logged |= {name: _detach(name, value) for name, value in fields.items() if value is not None}
 
+    def _read_lr(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer.param_groups is (groups := self._parts.optimizers[0].param_groups):
+            self._lr = float(groups[0]["lr"])
+
     def _record_values(self, loop: Loop) -> None:
         model, found = self._parts.model, dict(self._logged)
         loss, norm, tokens = (found.pop(name, None) for name in _KNOWN)
@@ -304,7 +311,9 @@ class Run:
         }
         if tokens is not None:
             pairs[TOKENS] = float(tokens) * data_parallel_size(model), 1.0
-        loop.store(loss=loss, norm=norm, lr=float(self._parts.optimizers[0].param_groups[0]["lr"]), values=pairs)
+        if self._lr is None:  # no update was made here, as with an optimizer in backward
+            self._read_lr(self._parts.optimizers[0])
+        loop.store(loss=loss, norm=norm, lr=self._lr, values=pairs)
 
     @contextlib.contextmanager
     def long(self, phase: str = "evaluation") -> Iterator[None]:
