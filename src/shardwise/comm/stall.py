@@ -176,8 +176,8 @@ _KEY = "shardwise/stall"
 _OTHER_PATHS = (
     "The ranks took different paths through the model. Often only some ranks make a call, such as an evaluation or"
     " sw.full_state_dict under `if rank == 0:`: every rank must make it. Let every rank run the same units, or wrap"
-    " the module that chooses among them as one unit (auto_wrap_policy); in sw.eval_step paths may differ."
-    " Where one has fewer batches, see sw.join."
+    " the module that chooses among them as one unit (auto_wrap_policy); in sw.eval_step paths may differ. If a loss is"
+    " made of several such forwards, call backward() after each. Where one has fewer batches, see sw.join."
 )
 _FEWER_BATCHES = (
     "Where it has fewer batches, use drop_last=True, or `for batch, weight in sw.join(model, batches):` and the loss"
