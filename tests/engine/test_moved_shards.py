@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,3 +92,22 @@ def test_values_put_in_by_data_are_what_is_read_saved_and_averaged(strategy, tmp
         assert all(bool((part == 4).all()) for part in (flat.views_in(flat) if stands_for else ()))
     sw.load(path, model)
     assert all(bool((t == 2).all()) for t in sw.full_state_dict(model).values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_view_of_values_that_are_swapped_out_by_data_is_warned_of_and_a_copy_is_not(strategy):
+    model, optimizer = trained(strategy)
+    for save, warns in ((lambda p: p.data.clone(), False), (lambda p: p.data, True)):
+        step(model, optimizer)
+        expected = sw.full_state_dict(model)
+        saved = [save(p) for p in model.parameters()]
+        for p in model.parameters():
+            p.data = torch.zeros_like(p.data)
+        with mock.patch("shardwise.engine.group.log_once") as warn, torch.no_grad():
+            model(sample(0, 0))
+        assert warn.called is warns
+        for p, values in zip(model.parameters(), saved, strict=True):
+            p.data = values
+        if not warns:
+            same(sw.full_state_dict(model), expected)

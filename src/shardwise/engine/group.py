@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Done, Handle
 from shardwise.comm.dtype import memory_order, torch_dtype
 from shardwise.engine.gradient import Gradient
+from shardwise.launch.log_once import log_once
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import GroupLayout, Piece, ReduceLayout, contiguous_stride
 from shardwise.spec.placement import Placements
@@ -298,6 +300,7 @@ class Group:
             shard.data = view
         self._pointers = [view.data_ptr() for view in self.views]
         # Empty shards have no address: only a changed dtype shows that ``.data`` was replaced.
+        self._num_uses = sys.maxsize  # of the master's memory, before the user points shards elsewhere
         self._empty = [shard for shard, pointer in zip(self.shards, self._pointers, strict=True) if not pointer]
 
     @torch_private.on_plain_tensors
@@ -317,8 +320,11 @@ class Group:
         """
         self.copy_requires_grad()
         has_dtypes = [shard.dtype for shard in self._empty].count(self.dtype) == len(self._empty)
+        num_uses, _ = torch_private.num_holders(self.views[:1])
         if has_dtypes and [shard.data_ptr() for shard in self.shards] == self._pointers:
+            self._num_uses = num_uses
             return  # in nearly every step
+        num_moved = 0
         for index, (shard, pointer) in enumerate(zip(self.shards, self._pointers, strict=True)):
             if self.form.is_shown or (shard.data_ptr() == pointer and (pointer or shard.dtype is self.dtype)):
                 continue
@@ -331,9 +337,16 @@ class Group:
                     f" on {shard.device}.\n  Change dtype and device before sw.parallelize(); load values with"
                     " sw.load_full_state_dict()."
                 )
+            num_moved += 1
             with torch.no_grad():
                 view.copy_(shard.data)
                 shard.data = view
+        if num_moved and num_uses >= self._num_uses:  # as many users as before the shards left
+            log_once(
+                "p.data = x copied x over the old values of p, which another tensor still views: after saved = p.data,"
+                " p.data = saved restores nothing.\n"
+                "  Save p.data.clone(), or evaluate an average in sw.ExponentialMovingAverage(model).swapped_in()."
+            )
 
     # -- the gathered buffer
 
