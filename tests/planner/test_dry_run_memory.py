@@ -214,6 +214,7 @@ PIPELINE = {"strategy": "zero1", "pp": 2, "pipeline": {"schedule": "1f1b", "num_
         ("mistral", {"sliding_window": 64}, {}),  # a mask for each layer, and keys and values for every head
         ("phi3", {"sliding_window": 64}, {}),
         ("gemma2", {"vocab_size": 8192, "head_dim": 32}, {}),  # the head's logits are capped too
+        ("gpt_oss", {**MIXTURE, "sliding_window": 64, "num_hidden_layers": 8}, {**PIPELINE, **ALL}),  # masks are kept
     ],
 )
 def test_the_peak_of_a_model_of_transformers_is_that_of_the_dry_run(family, sizes, options):

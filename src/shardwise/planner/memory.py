@@ -243,9 +243,19 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], inputs: _Inputs) -> Rank
         is_constant=accounting.states is not None,
         update_bytes=update,
         before_bytes=embedding.saved_bytes,
+        mask_bytes=_mask_bytes(shape, workload),
         # When backward reaches the largest tensor, it and two gradients of its size exist.
         passing_bytes=max(embedding.largest_bytes, 3 * embedding.largest_bytes - embedding.saved_bytes),
     )
+
+
+def _mask_bytes(shape: ModelShape, workload: Workload) -> float:
+    """Bytes of the masks that a forward makes for attention without a fused kernel: one, and one for each window."""
+    if workload.recompute in {"none", 0}:
+        return 0.0
+    layers = [block.attention for _, block in shape.stacks]
+    masks = {layer.window for layer in layers if layer.plain}
+    return len(masks) * item_bytes(workload) * workload.micro_batch * workload.seq_len**2
 
 
 #: Peak bytes of ``sw.Muon``'s step for each element of a matrix that a rank updates: the rounded update, the send and

@@ -71,6 +71,7 @@ class Rank:
         update_bytes: Additional bytes during the optimizer's step.
         before_bytes: Activations of one microbatch in modules before the first unit.
         passing_bytes: Temporary bytes at the peak of these modules' backward.
+        mask_bytes: Attention masks that one microbatch keeps in one stage, for blocks that are recomputed.
     """
 
     stage: Stage
@@ -83,6 +84,7 @@ class Rank:
     update_bytes: float = 0.0
     before_bytes: float = 0.0
     passing_bytes: float = 0.0
+    mask_bytes: float = 0.0
 
     def moments(self) -> Iterator[tuple[str, Bytes]]:
         """The moments of the passes that may have the peak, each with its bytes by category."""
@@ -108,7 +110,8 @@ class Rank:
     def _kept(self, number: int) -> float:
         """Bytes that a stage stores of a microbatch until its backward, without its output or loss."""
         head = self.heads[number]
-        kept = sum(part.count * part.kept for part in self.parts[number]) + self.before_bytes * (number == 0)
+        kept = sum(part.count * part.kept for part in self.parts[number]) + self.mask_bytes
+        kept += self.before_bytes * (number == 0)
         return kept + (head.kept if head else 0.0)
 
     def _others(self, at: Pass) -> float:
