@@ -191,6 +191,7 @@ LATENT = {
     "first_k_dense_replace": 1,
 }
 ALL = {"activation_checkpointing": "full"}
+SPLIT = {"strategy": "zero1", "pp": 2, "pipeline": {"schedule": "zb-h1", "num_microbatches": 4}}
 PIPELINE = {"strategy": "zero1", "pp": 2, "pipeline": {"schedule": "1f1b", "num_microbatches": 4}}
 
 
@@ -338,16 +339,19 @@ def test_the_peak_with_adapters_beside_frozen_layers_is_that_of_the_dry_run(over
         ("mixtral", MIXTURE, {"strategy": "zero3", "ep": 8}),  # whose ranks have all of their experts
         ("qwen2_moe", SHARED, {"strategy": "zero3"}),
         ("deepseek_v3", LATENT, {"strategy": "zero3"}),
+        ("gpt_oss", {**MIXTURE, "num_attention_heads": 32, "vocab_size": 64}, {**SPLIT, **ALL}),  # gradients of scores
     ],
 )
 def test_a_frozen_mixture_with_adapters_of_attention_saves_no_inputs_of_other_layers(family, sizes, options):
     config = transformers.CONFIG_MAPPING[family](**{**HF, "vocab_size": 2048, **sizes})
     tokens = torch.empty(4, 512, dtype=torch.int64, device="meta")
-    policy = sw.PrecisionPolicy(param_dtype="bf16")
+    plan = sw.ParallelPlan(mp_policy=sw.PrecisionPolicy(param_dtype="bf16"), **options)
+    samples = 4 * plan.mesh(WORLD).data_parallel_size * options.get("pipeline", {}).get("num_microbatches", 1)
+    recompute = options.get("activation_checkpointing", "none")
     check_peak(
         lambda: adapted(transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config)), "self_attn"),
         sw.ModelShape.from_config(config.to_dict()),
-        sw.ParallelPlan(mp_policy=policy, **options),
-        Workload(seq_len=512, global_batch=4 * WORLD, micro_batch=4, lora_rank=8),
+        plan,
+        Workload(seq_len=512, global_batch=samples, micro_batch=4, lora_rank=8, recompute=recompute),
         {"input_ids": tokens, "labels": tokens},
     )

@@ -347,6 +347,8 @@ def _saved(unit: UnitWork, block: Block | None, around: Around, recompute: str, 
         return replace(saved, kept=kept, whole=saved.whole + more, passing=passing)
     is_plain = block is not None and isinstance(block.feed_forward, Mlp) and not block.feed_forward.is_gated
     passing = saved.passing + unit.inner_bytes / (1 if is_plain else 2)  # with the last layer's input
+    weights = sum(product.num_weights for product in unit.products if product.is_trained)  # their gradients come later
+    passing = max(passing, around.stream(unit) + unit.late_bytes - around.item * weights)
     terms = weight_terms(unit, around)
     return replace(saved, kept=kept, whole=saved.whole + more, passing=passing, terms=terms)
 
