@@ -486,14 +486,16 @@ def replace_in_device_contexts(put: Callable[..., None], replaced: Mapping[Any, 
 class GroupedProducts(TorchFunctionMode):
     """Computes shapes of the grouped products of experts on meta in every dtype; torch's own refuses all but bf16.
 
-    ``F.grouped_mm`` shows no mode its public name (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py).
+    A mode sees the private function alone, which ``F.grouped_mm`` calls
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch._grouped_mm or not args[0].is_meta or args[0].dtype is torch.bfloat16:
-            return func(*args, **(kwargs or {}))
-        rows, stack = args[:2]
-        return rows @ stack[0] if stack.dim() == 3 else rows @ stack
+        if func is torch._grouped_mm and args[0].is_meta and args[0].dtype is not torch.bfloat16:
+            rows, stack = args[:2]
+            if (rows.dim(), stack.dim()) == (2, 3):  # the rows of all experts, and a matrix for each
+                return rows @ stack[0]
+        return func(*args, **(kwargs or {}))
 
 
 #: Functions of ``torch.cuda`` that start the device, or keep it busy; they do nothing on a simulated device.

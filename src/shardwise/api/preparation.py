@@ -106,8 +106,8 @@ def prepare(model: nn.Module, plan: ParallelPlan, *, device: torch.device | None
     if (plan.tp > 1 or plan.routes_tokens) and (adapted := sorted(parametrized_in_forward(model))):
         raise PlanError(
             f"peft adapts {adapted[0]!r} as a tensor, by a product as large as all of it, and tp and ep keep a part"
-            " of it on each rank.\n  Adapt linear layers alone (lora.targets=[q_proj, v_proj], or target_modules of"
-            " peft's LoraConfig), or set tp=1 and ep=1."
+            " of it on each rank.\n  Adapt linear layers alone (lora.rank in place of lora.adapter, or"
+            " target_modules=['q_proj', 'v_proj'] in peft's LoraConfig), or set tp=1 and ep=1."
         )
     if plan.tp > 1:
         plan_sharding(model, plan.tp_plan, plan.tp, divides_sequence=plan.sequence_parallel)

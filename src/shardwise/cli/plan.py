@@ -57,7 +57,8 @@ def plan(
         str | None, typer.Option(help="adamw (default), adam, sgd, sgd-momentum, muon or adamw8bit.")
     ] = None,
     lora: Annotated[
-        int | None, typer.Option(help="Train adapters of this rank on every linear layer of the blocks, nothing else.")
+        int | None,
+        typer.Option(help="Train adapters of this rank on the linear layers of blocks (in a mixture, of attention)."),
     ] = None,
     strategy: Annotated[str | None, typer.Option(help="Only this strategy.")] = None,
     tp: Annotated[int | None, typer.Option(help="Only this many tensor-parallel ranks.")] = None,

@@ -230,8 +230,8 @@ class _Count:
             self.parts.append(arithmetic.attention(tokens * q, key_tokens * (q if has_mask else kv), tokens * heads))
             self.parts.append(Part("mask", 0.0, 0.0, has_mask * e * tokens * key_len, 0))
             self.scores += arithmetic.scores(pairs, drops=layer.has_dropout)
-            is_unfused = layer.is_unfused(key_len, e, rank.degrees.cp)
-            self.passing_scores = is_unfused * arithmetic.score_gradients("grouped", pairs)
+            saves_scores = layer.saves_scores(key_len, e, rank.degrees.cp)
+            self.passing_scores = saves_scores * arithmetic.score_gradients("grouped", pairs)
         self.parts.append(self._input_gradients(layer, tokens * q + key_tokens * 2 * kv))
         if layer.has_position_bias:  # one table for all samples
             table = rank.seq_len / rank.degrees.cp * key_len * heads

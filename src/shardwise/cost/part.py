@@ -191,7 +191,10 @@ class Arithmetic:
         )
 
     def score_gradients(self, kind: str, pairs: float) -> float:
-        """Bytes of the gradients of plain attention's probabilities and scores, less a capped one's copy of them."""
+        """Bytes of the gradients of probabilities and scores, where attention is not one kernel.
+
+        ``kind`` is that of :meth:`plain_attention`, whose capped one has freed a copy by then, or ``"grouped"``.
+        """
         return pairs * (8 - self.itemsize if kind == "capped" else 2 * self.itemsize)
 
     def scores(self, pairs: float, *, drops: bool) -> float:

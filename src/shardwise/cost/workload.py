@@ -33,7 +33,8 @@ class Workload:
         decoder_seq_len: Tokens of the decoder's sequence if the model also has an encoder; ``None``: ``seq_len``.
         chunked_loss: The loss is computed for a part of the positions at a time, so that full logits never exist.
         has_average: A moving average of the weights is kept in fp32 (``train.ema_decay``).
-        lora_rank: Train low-rank adapters of this rank on every linear layer of the blocks; ``None``: train everything.
+        lora_rank: Train low-rank adapters of this rank on every linear layer of the blocks, in a mixture of experts of
+            attention; ``None``: train everything.
 
     Raises:
         ConfigError: A value is out of range or not one of the above.

@@ -106,7 +106,7 @@ def _unfused(unit: UnitWork, block: Block, around: Around) -> tuple[float, float
     already counts the scores.
     """
     attention = block.attention
-    if not attention.is_unfused(around.workload.seq_len, around.item, around.plan.cp):
+    if not attention.saves_scores(around.workload.seq_len, around.item, around.plan.cp):
         return 0.0, 0.0
     repeated = 2 * around.item * around.tokens(unit) * (attention.q_width - attention.kv_width) / around.plan.tp
     pairs = sum(work.queries * work.keys * work.heads for work in unit.attention)

@@ -102,7 +102,7 @@ class Attention:
         """Whether a fused kernel reads a mask of the window; keys and values are then repeated for every head."""
         return not self.plain and self.window is not None and self.window < key_len
 
-    def is_unfused(self, key_len: int, itemsize: int, cp: int) -> bool:
+    def saves_scores(self, key_len: int, itemsize: int, cp: int) -> bool:
         """Whether scores are saved because in fp32 no fused kernel of torch takes fewer heads of keys than of queries.
 
         The ring of ``cp`` repeats keys and values itself.

@@ -248,7 +248,8 @@ class LoraSection(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="dropout of an adapter's input")
     targets: str | list[str] = Field(
         "all-linear",
-        description="layers that get an adapter: ends of their names, such as [q_proj, v_proj], or all-linear",
+        description="layers that get an adapter: ends of their names, such as [q_proj, v_proj], or all-linear (in a "
+        "mixture of experts: of attention)",
     )
     adapter: str | None = Field(
         None, description="folder of an adapter that peft saved, to continue from; it sets rank, alpha and targets"
