@@ -301,6 +301,13 @@ def test_a_resolved_mixture_reads_back_and_is_not_resumed_with_other_weights_or_
     other = resolved(here, data.replace("3", "2"))
     with pytest.raises(ConfigError, match=r"data\.mix"):
         check_config(run.config.model_dump(mode="json"), other.config)
+    (here / "scratch").mkdir()
+    (here / "scratch" / "words.txt").write_bytes((here / "words.txt").read_bytes())
+    moved = resolved(here, data.replace("words.txt", "scratch/words.txt"))
+    assert moved.source.fingerprint() == before
+    assert check_config(run.config.model_dump(mode="json"), moved.config) == [
+        "data.mix.0.source: words.txt -> scratch/words.txt"
+    ]
     (here / "words.txt").write_text("x" * 2001)
     assert run.source.fingerprint() != before
     write_tokens(here / "code.tokens", [np.full(102, 256)], vocab_size=257, should_replace=True)

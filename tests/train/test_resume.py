@@ -46,6 +46,13 @@ _NEW_LENGTH = "(from here on the learning rate is that of a schedule of the new 
             {"train": {"eval_every": 7, "eval_batches": 2}},
             ["train.eval_every: 100 -> 7", "train.eval_batches: 8 -> 2"],
         ),
+        (
+            {"data": {"source": "/scratch/words.txt", "eval_source": "/scratch/more.txt"}},
+            [
+                "data.source: (not set) -> /scratch/words.txt",
+                "data.eval_source: (not set) -> /scratch/more.txt",
+            ],
+        ),
     ],
 )
 def test_what_may_differ_is_told_where_it_matters(sections: dict[str, dict[str, object]], told: list[str]) -> None:

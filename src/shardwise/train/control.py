@@ -109,12 +109,20 @@ class Control:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Return dotted key, old value and new value of everything that differs between two nested mappings."""
+    """Return dotted key, old value and new value of everything that differs between two nested mappings.
+
+    The mappings in lists are compared one by one.
+    """
     result: list[tuple[str, Any, Any]] = []
     for key in [*old, *(k for k in new if k not in old)]:
-        left, right = old.get(key), new.get(key)
+        left, right = (_by_index(mapping.get(key)) for mapping in (old, new))
         if isinstance(left, Mapping) and isinstance(right, Mapping):
             result += differences(left, right, f"{prefix}{key}.")
         elif left != right:
             result.append((f"{prefix}{key}", left, right))
     return result
+
+
+def _by_index(value: Any) -> Any:
+    is_list = isinstance(value, list) and value and isinstance(value[0], Mapping)
+    return dict(enumerate(value)) if is_list else value

@@ -32,6 +32,7 @@ from shardwise.weights.state.average import ExponentialMovingAverage
 _REPORTED = (
     *(f"train.{name}" for name in ("steps", "epochs", "micro_batch_size", "gradient_accumulation_steps")),
     *("train.eval_every", "train.eval_batches", "parallel"),
+    *("data.source", "data.eval_source", "data.mix.*.source"),  # the hash of the data is compared
 )
 #: Keys that may differ, and keys that may differ only if ``--set`` changes them, because a change in a file may be an
 #: oversight.
@@ -44,7 +45,10 @@ _FREE = (
     "spec",  # its code is compared
 )
 _SETTINGS = ("adamw_lr", "weight_decay", "betas", "eps", "momentum")
-_ON_REQUEST = ("optimizer.lr", *(f"optimizer.{name}" for name in _SETTINGS), "schedule", "train.clip_grad_norm")
+_ON_REQUEST = (
+    *("optimizer.lr", *(f"optimizer.{name}" for name in _SETTINGS), "schedule", "train.clip_grad_norm"),
+    *("model.hf", "data.tokenizer"),  # folders that may have moved
+)
 
 
 def is_empty(run_dir: Path, upload_to: str | None = None) -> bool:
@@ -188,7 +192,8 @@ def check_config(saved: Mapping[str, Any], config: Config, overridden: Collectio
 
 
 def _is_in(key: str, keys: Iterable[str]) -> bool:
-    """Return whether ``key`` is one of ``keys``, or a field of one."""
+    """Return whether ``key`` is one of ``keys``, where ``*`` is any index, or a field of one."""
+    key = re.sub(r"\.\d+\.", ".*.", key)
     return any(key == name or key.startswith(f"{name}.") for name in keys)
 
 
