@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.train.data.tokenizer import FolderTokenizer
-from shardwise.train.load import find_model, model_name
+from shardwise.train.load import TrainedModel, find_model, model_name
 from tests.common.tokenizers import save_tokenizer
 
 
@@ -53,6 +55,18 @@ def test_a_mixture_that_continues_texts_takes_no_loss_of_its_routers(tmp_path):
     found = find_model(tmp_path)
     with found.loaded(found.resolve([], 1), World(), is_averaged=False) as model:
         assert model(torch.tensor([[3, 4]])).aux_loss is None
+
+
+def test_a_run_s_tokenizer_has_the_chat_template_of_its_training_and_unknown_tokens_have_none(tmp_path):
+    folder = save_tokenizer(tmp_path / "model", template="{{ 'the base' }}")
+    (tmp_path / "chat.jinja").write_text("{{ 'the training' }}")
+    run = TrainedModel(tmp_path, None, {}, tokens_by=str(folder), chat_template=str(tmp_path / "chat.jinja"))
+    assert run.hf_tokenizer().chat_template == "{{ 'the training' }}"
+    assert dataclasses.replace(run, chat_template=None).hf_tokenizer().chat_template == "{{ 'the base' }}"
+    np.save(tmp_path / "ids.npy", np.arange(300, dtype=np.uint16))
+    tokens = TrainedModel(tmp_path, None, {}, source=str(tmp_path / "ids.npy"))
+    assert tokens.unknown_tokens == "token files, whose text is not known"
+    assert not TrainedModel(tmp_path, None, {}, source=__file__).unknown_tokens
 
 
 @pytest.mark.parametrize(("named", "further"), [([0, 7], (7,)), (9, (9,)), (None, ()), ("x", ()), ([True, 3], (3,))])

@@ -250,3 +250,23 @@ def test_a_target_that_is_no_layer_is_refused_also_beside_one_that_is(tmp_path):
     model.save_pretrained(tmp_path)
     section = LoraSection(rank=2, targets=["q_proj", "gate_up_proj"])
     assert "no layer's name ends in 'gate_up_proj'" in refusal(ConfigError, adapt, model, section, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, r"^lora\.adapter=.*lora_magnitude_vector.* is not a factor(?s:.)*with peft"),
+        ({"modules_to_save": ["lm_head"]}, r"^lora\.adapter=.*modules_to_save.* is not a factor"),
+        ({"init_lora_weights": "pissa"}, r"^lora\.adapter=.* began as a part of the base(?s:.)*weight_conversion"),
+    ],
+)
+def test_an_adapter_that_is_no_plain_product_is_refused_by_its_folder(options, message, tmp_path):
+    from peft import LoraConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
+    LoraConfig(r=2, target_modules=["q_proj"], **options).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        adapt(model, LoraSection(adapter=str(tmp_path)), tmp_path)

@@ -88,13 +88,9 @@ def evaluate(
 
 def _tokenizer(trained: TrainedModel, *, is_chat: bool) -> tuple[Any, int | None]:
     """Return the model's tokenizer as one of transformers, and the token before each text if it has no BOS."""
-    from shardwise.train.data.tokenizer import FolderTokenizer, byte_tokenizer
+    from shardwise.train.data.tokenizer import ByteTokenizer
 
-    tokenizer = trained.tokenizer()
-    hf_tokenizer, prefix = (
-        (tokenizer.hf_tokenizer, None) if isinstance(tokenizer, FolderTokenizer) else (byte_tokenizer(), ord("\n"))
-    )
-    hf_tokenizer.chat_template = trained.read_template() or hf_tokenizer.chat_template
+    hf_tokenizer, prefix = trained.hf_tokenizer(), ord("\n") if isinstance(trained.tokenizer(), ByteTokenizer) else None
     if is_chat and not hf_tokenizer.chat_template:
         raise ConfigError(
             "--chat: the model's tokenizer has no chat template, by which messages become text.\n  Leave --chat out."

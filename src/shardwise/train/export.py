@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,6 @@ from shardwise.comm.dtype import dtype_name, memory_order, torch_dtype
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.extent import Extent
 from shardwise.spec.text import printable
-from shardwise.train.data.tokenizer import BYTES, byte_tokenizer
 from shardwise.train.load import TrainedModel
 from shardwise.train.model.build import defer_model
 from shardwise.train.model.pretrained import CLASSES
@@ -74,7 +72,8 @@ def export_trained(
     extents = [[dataclasses.replace(stored, name=name) for name, stored in unit] for unit in units]
     target_dtype = None if dtype is None else torch_dtype(dtype)
     form = form_of(model, merges=merges_adapter)
-    options = FolderOptions(_tokenizer(trained), target_dtype, max_shard_bytes)
+    tokenizer = None if trained.unknown_tokens else trained.hf_tokenizer()
+    options = FolderOptions(tokenizer, target_dtype, max_shard_bytes)
     write_folder(path, form, extents, arriving, options)
     source, kind = trained.model.get("hf"), CLASSES[resolved.task.name]
     if has_adapter and not merges_adapter:
@@ -139,9 +138,3 @@ def _read(
         pairs = [pair for pair in pairs if pair[0].name not in base]
     checkpoint.read_into(pairs, ignored=checkpoint.tensors.keys())
     return found
-
-
-def _tokenizer(trained: TrainedModel) -> Any:
-    if trained.tokens_by == BYTES:
-        return byte_tokenizer()
-    return None if trained.tokens_by is None else Path(trained.tokens_by).expanduser()

@@ -19,7 +19,7 @@ from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import RawConfig, read_config
 from shardwise.train.data.source import BYTE_VOCAB, find_source
 from shardwise.train.data.token_files import DataError
-from shardwise.train.data.tokenizer import BYTES, ByteTokenizer, FolderTokenizer, Tokenizer, find_tokenizer
+from shardwise.train.data.tokenizer import BYTES, FolderTokenizer, Tokenizer, byte_tokenizer, find_tokenizer
 from shardwise.train.task import NEXT
 
 if TYPE_CHECKING:
@@ -81,23 +81,35 @@ class TrainedModel:
                 f"chat template {printable(where)}: {error}.\n  Name a file that can be read (serve: --chat-template)."
             ) from None
 
+    @property
+    def unknown_tokens(self) -> str:
+        """A description of the run's tokens if their text is not known, else an empty text."""
+        if self.tokens_by is None:
+            return "tokens whose text is not known"
+        if self.folder is None and self.tokens_by == BYTES:
+            with contextlib.suppress(DataError):  # without the data, its text was bytes
+                source = find_source(self.source or "stdlib")
+                if source.kind == "tokens" and source.vocab_size != BYTE_VOCAB:
+                    return "token files, whose text is not known"
+        return ""
+
     def tokenizer(self) -> Tokenizer:
         """Return the folder's tokenizer, or the one of the run's training."""
         if self.folder is not None:
             return FolderTokenizer(self.folder)
-        if self.tokens_by is not None and self.tokens_by != BYTES:
-            return find_tokenizer(self.tokens_by)
-        unknown = "tokens whose text is not known" if self.tokens_by is None else ""
-        with contextlib.suppress(DataError):  # without the data, its text was bytes
-            source = find_source(self.source or "stdlib")
-            if source.kind == "tokens" and source.vocab_size != BYTE_VOCAB:
-                unknown = f"token files with a vocabulary of {source.vocab_size:,}, whose text is not known"
-        if unknown:
+        if unknown := self.unknown_tokens:
             raise ConfigError(
                 f"the run was trained on {unknown}.\n  Continue ids: shardwise generate --tokens '12 7 9'. A run whose"
                 " data.tokenizer names a folder decodes with it."
             )
-        return ByteTokenizer()
+        return find_tokenizer(self.tokens_by or BYTES)
+
+    def hf_tokenizer(self) -> Any:
+        """Return :meth:`tokenizer` as a tokenizer of transformers, with the chat template of the run's training."""
+        tokenizer = self.tokenizer()
+        found = tokenizer.hf_tokenizer if isinstance(tokenizer, FolderTokenizer) else byte_tokenizer()
+        found.chat_template = self.read_template() or found.chat_template
+        return found
 
     def check_average(self, *, is_asked: bool) -> str:
         """Refuse a request for averaged weights if there are none; return a hint if there are some but no request."""

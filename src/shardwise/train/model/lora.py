@@ -23,6 +23,9 @@ _TASKS = {NEXT: "CAUSAL_LM", ANSWER: "SEQ_2_SEQ_LM"}
 #: The adapter's name in the model, peft's own default.
 NAME = "default"
 
+#: Ways of peft to begin an adapter with a part of the base's weights, which is subtracted from them.
+_FROM_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
 #: Targets of ``lora`` that mean every linear layer; peft's own word.
 ALL = "all-linear"
 
@@ -58,10 +61,13 @@ def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = T
                 _initialize(module)
         unlike = [name for name, p in model.named_parameters() if f".{NAME}" in name and p.is_meta]
         if unlike:
-            raise ConfigError(
-                f"lora.targets={section.targets!r}: {printable(unlike[0])} is not a factor of a linear layer.\n"
-                "  Leave embeddings out."
-            )
+            given, advice = f"lora.targets={section.targets!r}", "Leave embeddings out."
+            if section.adapter is not None:
+                given, advice = (
+                    f"lora.adapter={section.adapter}",
+                    "Train it in a loop of your own, with peft.",
+                )
+            raise ConfigError(f"{given}: {printable(unlike[0])} is not a factor of a linear layer.\n  {advice}")
         if section.adapter is not None:
             _load_adapter(peft, model, Path(section.adapter).expanduser())
     return model
@@ -158,6 +164,12 @@ def _config(peft: Any, section: LoraSection, base: Path) -> Any:
         ) from None
     if config.peft_type != "LORA":
         raise ConfigError(f"lora.adapter={printable(folder)} is of kind {config.peft_type}.\n  Name one of LoRA.")
+    if str(config.init_lora_weights).lower().startswith(_FROM_BASE):
+        raise ConfigError(
+            f"lora.adapter={printable(folder)} began as a part of the base (init_lora_weights="
+            f"{config.init_lora_weights!r}), which is without this part below it.\n"
+            "  Save a plain LoRA with peft: save_pretrained(folder, path_initial_model_for_weight_conversion=...)."
+        )
     config.inference_mode = False
     return config
 
