@@ -523,15 +523,14 @@ class Loop:
                 f"checkpoint.best={name}: an evaluation gives {', '.join(sorted(found))}.\n  Name one of these."
             )
         value, sign = found[name], 1 if saving.best_is == "least" else -1
-        if done.best is None or sign * value < sign * done.best:
+        if not math.isnan(value) and (done.best is None or sign * value < sign * done.best):
             done.best, done.best_step, done.num_worse = value, done.step, 0
             self._is_best = saving.best is not None and done.step > 0
             return
         done.num_worse += 1
         if patience is not None and done.num_worse >= patience:
-            self.must_end = (
-                f"no better {name} in {patience} evaluations: the best is {done.best:.4f}, of step {done.best_step}"
-            )
+            best = "NaN" if done.best is None else f"{done.best:.4f}"
+            self.must_end = f"no better {name} in {patience} evaluations: the best is {best}, of step {done.best_step}"
 
     def must_stop(self) -> bool:
         """Return whether any rank was asked to stop. One all-gather of eight bytes per rank."""
