@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from shardwise.cli import main
 from shardwise.launch import stop_request
 from shardwise.launch.stop_request import REQUESTS, StopRequest
 from shardwise.launch.world import World
-from shardwise.spec.errors import ConfigError
+from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.train.config.sections import read_config
 from shardwise.train.launcher import step_range_of
 
 GOOD = "data: {source: random}\ntrain: {steps: 1}\nmodel: {preset: gpt-nano, num_layers: 3}\n"  # two heads
@@ -246,6 +248,21 @@ def test_sw_train_continues_a_run_that_is_named_by_its_folder(monkeypatch: pytes
 
     monkeypatch.setattr("shardwise.launch.elastic.launch", launch)
     assert sw.train("mine", nproc=1, resume=True) == {"steps": 1, "directory": "mine"}
+
+
+def test_calls_take_numbers_of_numpy_and_functions_that_exit_with_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    def launch(_entry: str, words: list[str], *_args: object, **_options: object) -> int:
+        (file,) = [word for word in words if word.endswith("run.yaml")]
+        assert read_config(file).config.optimizer.lr == 0.25
+        return 78
+
+    monkeypatch.setattr("shardwise.launch.elastic.launch", launch)
+    with pytest.raises(ShardwiseError, match="ended with exit code 78"):
+        sw.train({"train": {"steps": 1}, "optimizer": OrderedDict(lr=np.float64(0.25))}, nproc=1)
+    monkeypatch.setattr("shardwise.launch.function.launch_module", lambda *_, **__: 0)
+    assert sw.launch(sys.exit, 0, nproc=2) == [None, None]
 
 
 def test_the_folder_of_a_loop_with_a_run_is_resumed_by_its_program_alone(

@@ -54,7 +54,7 @@ def launch(
         **kwargs: Keyword arguments of ``fn``.
 
     Returns:
-        The results of ``fn`` by rank; under ``torchrun`` only this rank's.
+        The results of ``fn`` by rank, ``None`` after ``sys.exit(0)``; under ``torchrun`` only this rank's.
 
     Raises:
         ConfigError: ``nproc`` is not possible here.
@@ -76,7 +76,8 @@ def launch(
             )
             failed.exit_code = code
             raise failed
-        return [cloudpickle.loads((folder / f"result-{rank}.pkl").read_bytes()) for rank in range(count)]
+        results = [folder / f"result-{rank}.pkl" for rank in range(count)]
+        return [cloudpickle.loads(result.read_bytes()) if result.exists() else None for result in results]
 
 
 def _work(folder: Path) -> int:

@@ -128,5 +128,6 @@ def _write_config(config: str | os.PathLike[str] | Mapping[str, Any], private: P
         return Path(config)
     _read(config)[0].raise_if_any()
     file = private / "run.yaml"
-    file.write_text(yaml.safe_dump(dict(config)))
+    plain = json.loads(json.dumps(dict(config)))  # NumPy's floats and OrderedDict are no values of YAML
+    file.write_text(yaml.safe_dump(plain))
     return file
