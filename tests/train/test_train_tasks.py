@@ -128,14 +128,14 @@ def test_the_samples_of_each_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     rows = found["answers"].rows([3])
     assert tokenizer.decode(rows.inputs[0][rows.mask[0] == 1]) == "say number_3"
-    assert tokenizer.decode(rows.targets[0][rows.targets[0] != -100]) == "One hundred and 3"
+    assert tokenizer.decode(rows.targets[0][rows.targets[0] != -100]) == "One hundred and 3<end>"
     assert (rows.inputs[0][rows.mask[0] == 0] == tokenizer.pad_token_id).all()
 
     assert found["classes"].rows([0, 1, 2, 3]).targets.tolist() == [0, 1, 2, 0]
     assert found["classes"].num_targets([0, 1, 2, 3]) == 4
     assert str(found["classes"]) == "42 samples of rows"
     short = data_of(resolve(read_config("run.yaml", ["data.seq_len=7"]), 1)).train  # of the answers
-    assert str(short) == "42 samples of rows; 32 have an input or a target of more than 7 tokens, which is cut"
+    assert str(short) == "42 samples of rows; 37 have an input or a target of more than 7 tokens, which is cut"
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,12 @@ class Pairs:
         inputs = self._encode_texts([text_of(location, row, self.column) for location, row in rows])
         if self.labels is None:
             targets = self._encode_texts([text_of(location, row, self.target) for location, row in rows])
+            end = self.tokenizer.eos_token_id
             for (location, _), target in zip(rows, targets, strict=True):
                 if not target:
                     raise DataError(f"{location} has an empty {self.target}.\n  Correct the row, or leave it out.")
+                if end is not None and end not in target:  # a tokenizer other than T5's or BART's may not add it
+                    target.append(end)
         else:
             targets = [[self._label(location, row.get(self.target))] for location, row in rows]
         pairs = zip(inputs, targets, strict=True)

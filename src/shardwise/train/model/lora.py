@@ -170,7 +170,7 @@ def _config(peft: Any, section: LoraSection, base: Path) -> Any:
             f"{config.init_lora_weights!r}), which is without this part below it.\n"
             "  Save a plain LoRA with peft: save_pretrained(folder, path_initial_model_for_weight_conversion=...)."
         )
-    config.inference_mode = False
+    config.inference_mode, config.base_model_name_or_path = False, str(base.absolute())
     return config
 
 
