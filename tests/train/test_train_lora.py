@@ -277,8 +277,10 @@ def test_a_continued_adapter_is_exported_with_the_base_that_the_run_trained_it_o
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = LoraConfig(r=2, target_modules=["q_proj"], base_model_name_or_path="elsewhere")
-    get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)), config).save_pretrained(tmp_path)
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    adapted = get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)), config)
+    adapted.peft_config["default"].base_model_name_or_path = "elsewhere"
+    adapted.save_pretrained(tmp_path, save_embedding_layers=False)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
     model = adapt(model, LoraSection(adapter=str(tmp_path)), tmp_path / "base")
     assert model.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
