@@ -239,7 +239,7 @@ class Again(Odd):
     ("kind", "says"),
     [
         (Forwards, r"'blocks\.0\.0\.bias' .*\n.*call 'blocks\.0' instead"),
-        (Again, r"'blocks\.0' on pipeline stage 0 takes"),
+        (Again, r"forward calls 'blocks\.0' more than once, with 'blocks\.4' in between\.\n  Let both be on one stage"),
     ],
 )
 def test_blocks_called_by_another_way_or_on_another_stage_are_refused(kind, says):

@@ -303,13 +303,18 @@ def _assign_stages(calls: Sequence[Call], num_stages: int) -> None:
         call.stage = stage if call.module.stage is None else call.module.stage
         if latest is not None and stage > call.stage and call.leaves is not None:
             name, source = call.module.name, calls[latest[0]].module.name
+            one_stage = "both be on one stage: PipelinePolicy(first_of_stage=...)."
+            if any(other is not call and other.module is call.module for other in calls):
+                why, advice = f"forward calls {name!r} more than once, with {source!r} in between", f"Let {one_stage}"
+            else:
+                why = "forward does not run its modules in the order in which they are registered, that of the stages"
+                advice = (
+                    f"Register {source!r} before {name!r}. A module that is deleted and set again comes last: norm ="
+                    f" model.norm; del model.norm; model.norm = norm before sw.parallelize. Or let {one_stage}"
+                )
             raise PlanError(
                 f"{name!r} on pipeline stage {call.stage} takes what {source!r} on stage {stage} of {num_stages} gives:"
-                " the model's forward does not run its modules in the order in which they are registered, which is"
-                " that of the stages.\n"
-                f"  Register {source!r} before {name!r}. A module that is deleted and set again comes last:"
-                " norm = model.norm; del model.norm; model.norm = norm before sw.parallelize. Or let both be on one"
-                " stage: PipelinePolicy(first_of_stage=...)."
+                f" the model's {why}.\n  {advice}"
             )
 
 
