@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import re
@@ -115,6 +116,19 @@ def test_an_optimizer_that_has_stepped_before_is_refused():
 
 
 # -- what would give slices
+
+
+@on_ranks(2)
+def test_whole_parameters_are_pickled_plain():
+    for strategy in PRESETS:
+        model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
+        context = sw.full_parameters(model) if strategy in SPLIT else contextlib.nullcontext()
+        with context:
+            for name, parameter in model.named_parameters():
+                read = pickle.loads(pickle.dumps(parameter))
+                assert type(read) is nn.Parameter, name
+                assert not vars(read)
+                assert torch.equal(read, parameter)
 
 
 @on_ranks(2)

@@ -249,16 +249,14 @@ def test_parameters_are_parts_again_in_the_forward_after_a_step_that_raised():
 
 
 @on_ranks(2)
-def test_what_works_element_by_element_passes_and_parts_stay_parts_until_a_file():
+def test_what_works_element_by_element_passes_and_parts_stay_parts():
     model = model_with_gradients()
     for p in model.parameters():
         for made in (p.grad.clone(), p.grad * 2, p.grad.detach(), p.grad.data, copy.deepcopy(p.grad), p.data, p * 2):
             with pytest.raises(StateError, match=r"of .*'.*' \(logical shape \["):
                 made.norm()
-        stored = io.BytesIO()
-        torch.save(p.grad, stored)
-        stored.seek(0)
-        assert torch.equal(torch.load(stored), p.grad.to_local())
+        with pytest.raises(StateError, match="pickling"):
+            torch.save(p.grad, io.BytesIO())
         p.grad.mul_(0.5)
         p.grad.clamp_(-1, 1)
         p.grad.masked_fill_(p.grad.abs() < 1e-3, 0.0)

@@ -28,6 +28,7 @@ from shardwise.train.data.sampler import Sampler
 from shardwise.train.data.source import is_indexed
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.user_data import on_device, open_user_data
+from shardwise.train.model.build import objective_of
 from shardwise.train.parity import compare_with_one_process
 from shardwise.train.spec import load_spec
 from tests.common.tokenizers import save_model
@@ -408,17 +409,41 @@ def _yaml(text: str) -> dict[str, Any]:
         ({"loss": 3}, "loss=3: expected something to call"),
         ({"model": torch.nn.Linear(2, 2)}, "model=Linear: it is built already; give its class, or what makes it"),
         ({"data": 3}, "data=3: expected a data set or an iterable"),
-        ({"metrics": {"a": None}}, r"metrics\['a'\]: expected something to call"),
+        ({"metrics": {"a": None}}, r"metrics\['a'\]=None: expected something to call"),
         ({"callbacks": [print]}, "is not an sw.Callback"),
         ({"eval_data": [1]}, "eval_data without data"),
         ({"metrics": {"loss": print}}, "eval_loss is the held-out loss"),
         ({"data": torch.utils.data.DataLoader([1])}, "data=DataLoader: it gives batches; give its data set"),
         ({"data": iter([1])}, "it can be read once"),
+        ({"loss": lambda output: output}, r"loss=.*: it is called loss\(output, batch\), but takes \(output\)"),
+        ({"metrics": {"a": lambda x: x}}, r"metrics\['a'\]=.*: it is called metric\(output, batch\), but takes \(x\)"),
+        ({"data": lambda: [0]}, r"data=.*: it is called data\(reader, readers\), but takes \(\)"),
     ],
 )
 def test_a_field_of_another_kind_is_named(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         sw.TrainSpec(**fields)
+
+
+def test_a_model_that_takes_a_part_of_a_batch_is_told_how_to_get_it() -> None:
+    class Doubled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + x
+
+    class Broken(Doubled):
+        def forward(self, x: torch.Tensor, _y: torch.Tensor) -> torch.Tensor:
+            return len(x)()  # type: ignore[operator]
+
+    x = torch.ones(2)
+    spec = sw.TrainSpec(model=Doubled, data=[x] * 8)
+    forward = objective_of(resolve(read_config(None, base={}), 1, checks_data=False, spec=spec)).forward
+    assert forward(Doubled(), x).tolist() == [2.0, 2.0]
+    with pytest.raises(ConfigError, match=r"batch\[1\]\), but takes \(x: (.|\n)*: model\(batch\[0\]"):
+        forward(Doubled(), (x, x))
+    with pytest.raises(ConfigError, match=r"as model\(x=..., y=...\), but takes \(x: (.|\n)*model\(batch\['x'\]\)\)"):
+        forward(Doubled(), {"x": x, "y": x})
+    with pytest.raises(TypeError, match="not callable"):  # an error inside of forward
+        forward(Broken(), (x, x))
 
 
 def test_samples_of_known_kinds_are_read_as_what_they_are() -> None:

@@ -109,19 +109,14 @@ class TrainSpec:
         Raises:
             ConfigError: Some fields have a wrong type; the message lists them.
         """
-        called = ("model", "collate", "forward", "loss", "optimizer", "schedule")
-        wrong = [
-            f"{name}={_show(value)}: expected something to call"
-            for name in called
-            if (value := getattr(self, name)) is not None and not callable(value)
-        ]
+        called = {name: part for name in _CALLED if (part := getattr(self, name)) is not None}
+        called |= {name: data for name in ("data", "eval_data") if inspect.isfunction(data := getattr(self, name))}
+        wrong = [f"{name}{why}" for name, part in called.items() if (why := _wrong_call(part, name))]
         if any(kind.__name__ == "Module" for kind in type(self.model).__mro__):
             wrong.append(f"model={type(self.model).__name__}: it is built already; give its class, or what makes it")
         wrong += [f"{name}{why}" for name in ("data", "eval_data") if (why := _wrong_data(getattr(self, name)))]
         wrong += [
-            f"metrics[{name!r}]: expected something to call"
-            for name, value in self.metrics.items()
-            if not callable(value)
+            f"metrics[{name!r}]{why}" for name, value in self.metrics.items() if (why := _wrong_call(value, "metric"))
         ]
         if "loss" in self.metrics:
             wrong.append("metrics['loss']: eval_loss is the held-out loss; name it otherwise")
@@ -146,6 +141,39 @@ class TrainSpec:
 
 #: Fields that are ``None`` by default.
 _PARTS = ("model", "data", "eval_data", "collate", "forward", "loss", "optimizer", "schedule")
+
+
+#: Parts that are called, with their arguments.
+_CALLED = {
+    "model": "",
+    "collate": "samples",
+    "forward": "model, batch",
+    "loss": "output, batch",
+    "optimizer": "groups, lr",
+    "schedule": "step, steps",
+}
+_ARGUMENTS = {**_CALLED, "metric": "output, batch", "data": "reader, readers", "eval_data": "reader, readers"}
+
+
+def accepts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether a function can be called with these arguments, as far as its signature says."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in without signature
+        return True
+    return True
+
+
+def _wrong_call(value: Any, name: str) -> str:
+    """Return the fault of a part that is called, in words; empty if there is none."""
+    if not callable(value):
+        return f"={_show(value)}: expected something to call"
+    arguments = _ARGUMENTS[name]
+    if accepts(value, *arguments.split()):
+        return ""
+    return f"={_show(value)}: it is called {name}({arguments}), but takes {inspect.signature(value)}"
 
 
 def _wrong_data(data: Any) -> str:

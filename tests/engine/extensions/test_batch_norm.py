@@ -121,7 +121,7 @@ def test_it_works_under_recomputation():
         mark = model.get_parameter(name)
         full_grad = torch.zeros_like(parameter).view(-1)
         gathered = [None, None]
-        dist.all_gather_object(gathered, mark.grad.flatten() if mark.grad is not None else None)
+        dist.all_gather_object(gathered, mark.grad.to_local().flatten() if mark.grad is not None else None)
         torch.cat([part for part in gathered if part is not None], out=full_grad)
         close(full_grad.view_as(parameter), parameter.grad, name)
 

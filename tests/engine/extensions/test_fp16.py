@@ -142,6 +142,7 @@ def reduce_large(preset: str) -> tuple[Tensor, Tensor]:
     model = sw.parallelize(nn.Linear(64, 8, bias=False), sw.ParallelPlan(strategy=preset, mp_policy=policy))
     (model(torch.ones(1, 64)).sum() * large).backward()
     grads = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+    grads = grads if preset == "ddp" else grads.to_local()
     plain = torch.full((1,), large, dtype=torch.float16)
     total = plain.clone()
     for _ in range(distributed.get_world_size() - 1):

@@ -6,6 +6,7 @@ import copy
 import io
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -233,16 +234,19 @@ def test_joined_parts_can_be_cut_to_their_shapes_again():
     assert all(torch.equal(other, shard.detach() * 2) for other in others)
 
 
-def test_a_shard_stays_a_parameter_and_is_written_to_files_as_a_plain_one():
+def test_a_shard_stays_a_parameter_and_files_hold_its_part_on_request_alone():
     gradient, shard = parts()
     assert isinstance(shard, nn.Parameter)
     shard.grad = gradient
     assert shard.grad is gradient
-    for part, kind in ((gradient, Tensor), (shard, nn.Parameter)):
+    for part in (gradient, shard):
+        with pytest.raises(StateError, match=r"pickling .*\n  Call state = sw\.full_state_dict\(model"):
+            torch.save({"weight": part}, io.BytesIO())
+        with pytest.raises(StateError, match=r"pickling .*safetensors"):
+            safetensors.torch.save({"weight": part.detach().cpu().clone()})
+        assert part.layout is torch.strided
         stored = io.BytesIO()
-        torch.save(part, stored)
+        torch.save(part.to_local(), stored)
         stored.seek(0)
-        loaded = torch.load(stored)
-        assert type(loaded) is kind
-        assert torch.equal(loaded, part.to_local())
+        assert torch.equal(torch.load(stored), part.to_local())
         assert str(part).startswith(("tensor", "Part", "Parameter"))

@@ -226,7 +226,7 @@ def test_large_frozen_weights_train_like_small_ones() -> None:
 def masters(model: nn.Module) -> dict[str, Tensor]:
     """The codes that this rank holds of every quantized weight, with where they begin."""
     return {
-        f"{shard.name}@{shard.start}": shard.parameter.detach().clone().view(-1)
+        f"{shard.name}@{shard.start}": shard.parameter.to_local().clone().view(-1)
         for shard in probe(model).shards
         if shard.held_as
     }

@@ -25,6 +25,7 @@ from shardwise import torch_private
 from shardwise.engine.attach import Observer
 from shardwise.engine.hooks import without_parameters
 from shardwise.engine.storage.attachment import engine_of_unit, group_and_index, mark_of
+from shardwise.engine.storage.part import Part
 from shardwise.spec.errors import StateError, Uncopyable
 from shardwise.spec.order import EntryPoint
 from shardwise.spec.replacement import Replacement
@@ -110,11 +111,23 @@ def _guard_shards(engine: Engine) -> None:
 
 
 def _refuse_hooks(engine: Engine) -> None:
-    """Make the parameters refuse hooks on gradients, which would never run: autograd sees the full parameters."""
+    """Make the parameters refuse hooks on gradients, which would never run: autograd sees the full parameters.
+
+    Whole parameters are pickled without this, and without marks.
+    """
     for group in engine.groups:
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
+            shard.__dict__["__reduce_ex__"] = functools.partial(_pickle, weakref.ref(shard))
             for name in ("register_hook", "register_post_accumulate_grad_hook"):
                 shard.__dict__[name] = functools.partial(_refuse_hook, spec.name)
+
+
+def _pickle(parameter: weakref.ref[nn.Parameter], proto: Any) -> Any:
+    whole = parameter()
+    if isinstance(whole, Part):
+        return Part.__reduce_ex__(whole, proto)
+    assert whole is not None
+    return nn.Parameter(whole.detach(), whole.requires_grad).__reduce_ex__(proto)
 
 
 def _refuse_hook(name: str, hook: object) -> NoReturn:  # noqa: ARG001 - torch's signature

@@ -14,11 +14,12 @@ from __future__ import annotations
 import functools
 import math
 import re
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ _SCALER_CHECKS = frozenset({"amp_foreach_non_finite_check_and_unscale"})
 _RANDOM = frozenset({"bernoulli", "exponential", "normal", "random", "uniform"})
 #: Methods that read elements without torch's dispatcher.
 _CONVERSIONS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
+_PICKLING = "pickling (torch.save, copy.copy, safetensors)"
 #: Methods that read no element and are called often.
 _METADATA = frozenset({
     "as_subclass", "data_ptr", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point",
@@ -121,11 +123,8 @@ class Part(Tensor):
         memo[id(self)] = made
         return made
 
-    def __reduce_ex__(self, proto: Any) -> Any:
-        plain = self.to_local()
-        return (nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain).__reduce_ex__(
-            proto
-        )
+    def __reduce_ex__(self, proto: Any) -> NoReturn:
+        raise _refusal(_PICKLING, self)
 
 
 class Joined(Part):
@@ -260,6 +259,7 @@ def _handler_of(func: Callable[..., Any]) -> _Handler:
         attribute = func.__self__.__name__  # pyrefly: ignore[missing-attribute] - of a property
         is_view, is_part = attribute in ("T", "H", "mT", "mH"), attribute in ("data", "real", "imag")
         handler = _checked if is_view else _elementwise if is_part else torch_private.as_plain
+        handler = _layout if attribute == "layout" else handler
         return _move if attribute == "data" and name == "__set__" else handler
     if name in _METADATA:
         return torch_private.as_plain
@@ -289,6 +289,13 @@ def _numel(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
     raise _refusal(func.__name__, args[0])
+
+
+def _layout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the layout; safetensors asks for it before it reads the memory of a tensor."""
+    if sys._getframe(2).f_globals.get("__name__") == "safetensors.torch":  # noqa: SLF001 - the caller
+        raise _refusal(_PICKLING, args[0])
+    return torch_private.as_plain(func, args, kwargs)
 
 
 def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -440,7 +447,12 @@ def _refusal(name: str, part: Part) -> StateError:
             " gradients, and ranks that find none would step while others skip.\n"
             "  Use sw.GradScaler(), which takes the same arguments."
         )
-    if bare in _RANDOM:
+    if name == _PICKLING:
+        advice = (
+            "Call state = sw.full_state_dict(model, trainable_only=True) on every rank (all weights without the"
+            " option), and save it on rank 0; sw.save(path, model, optimizer) writes a checkpoint to continue from."
+        )
+    elif bare in _RANDOM:
         advice = "Initialise before sw.parallelize(), or inside `with sw.full_parameters(model, writeback=True):`."
     elif is_gradient and bare in _NORMS:
         advice = (

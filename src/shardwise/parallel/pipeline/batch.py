@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,11 +39,15 @@ def scalar_loss(loss: Any, what: str, advice: str = "Pass loss_fn=lambda output,
 
 def call_model(model: nn.Module, batch: Any) -> Any:
     """Call ``model(**batch)``, ``model(*batch)`` or ``model(batch)``, by the type of ``batch``."""
+    args, kwargs = arguments_of(batch)
+    return model(*args, **kwargs)
+
+
+def arguments_of(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments by position and by name with which a model is called for ``batch``."""
     if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return model(batch)
+        return (), batch
+    return (batch if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
 def split_batch(batch: Any, count: int) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from shardwise import torch_private
 from shardwise.checkpoint.weights import WeightFiles
 from shardwise.engine.storage.attachment import attachment_of
 from shardwise.engine.storage.flat_parameters import group_of
-from shardwise.parallel.pipeline.batch import call_model, scalar_loss
+from shardwise.parallel.pipeline.batch import arguments_of, call_model, scalar_loss
 from shardwise.parallel.tensor.loss import has_divided_logits
 from shardwise.spec.errors import ConfigError, StateError
 from shardwise.train.config.resolve import RunConfig, data_of
@@ -30,7 +31,7 @@ from shardwise.train.data.source import is_indexed, is_loader
 from shardwise.train.data.user_data import UserSamples
 from shardwise.train.model.lora import adapt, rename_files
 from shardwise.train.model.pretrained import NotNamedError, deferred_from_folder, model_from_folder, warn_of_full_load
-from shardwise.train.spec import Mean
+from shardwise.train.spec import Mean, accepts
 from shardwise.train.task import ANSWER, CAUSAL, CLASS, Task
 
 OptimizerFactory = Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]
@@ -223,7 +224,7 @@ def objective_of(resolved: RunConfig) -> Objective:
     """Return the objective of a run, with the spec's forward and loss if it has them."""
     config, spec = resolved.config, resolved.spec
     if spec.data is not None:
-        default = Objective(call_model, _own_loss)
+        default = Objective(_call_own, _own_loss)
     elif spec.model is not None or (config.model.hf is None and (spec.loss is not None or spec.metrics)):
         default = Objective(lambda model, batch: model(batch.inputs), _of_logits)
     else:
@@ -234,6 +235,23 @@ def objective_of(resolved: RunConfig) -> Objective:
             is_from_hf=is_from_hf, cp=cp, task=resolved.task, in_chunks=in_chunks, reads_logits=reads_logits
         )
     return Objective(spec.forward or default.forward, spec.loss or default.loss_fn)
+
+
+def _call_own(model: nn.Module, batch: Any) -> Any:
+    """Call a spec's model with a batch as ``call_model`` does; say what to write where it takes other arguments."""
+    try:
+        return call_model(model, batch)
+    except TypeError:
+        (args, kwargs), forward = arguments_of(batch), types.MethodType(type(model).forward, model)
+        if accepts(forward, *args, **kwargs):
+            raise
+        names = ", ".join([f"batch[{index}]" for index in range(len(args))] + [f"{key}=..." for key in kwargs])
+        first = "batch[0]" if args else f"batch[{next(iter(kwargs), 'x')!r}]"
+        raise ConfigError(
+            f"{type(model).__name__} is called with all of a batch, as model({names}), but takes"
+            f" {inspect.signature(forward)}.\n"
+            f"  Say what it gets: sw.TrainSpec(..., forward=lambda model, batch: model({first}))."
+        ) from None
 
 
 def _of_logits(output: Any, batch: TokenBatch) -> Tensor:
