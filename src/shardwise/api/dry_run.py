@@ -22,7 +22,7 @@ from shardwise.comm.record import RecordComm
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.flat_parameters import flat_parameters
-from shardwise.measure.meta import FusedAttention, build_on_meta, hides_tokens, without_values
+from shardwise.measure.meta import FusedAttention, build_on_meta, hides_tokens, without_values, without_values_error
 from shardwise.measure.shapes import KnownShapes
 from shardwise.measure.storage import StorageCount, held_bytes
 from shardwise.nested import forgets_meta
@@ -36,7 +36,7 @@ from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule.simulate import Durations, simulate
 from shardwise.spec.shown import Page, Shown, vars_of
-from shardwise.spec.text import first_line, size
+from shardwise.spec.text import size
 from shardwise.weights.state.average import ExponentialMovingAverage
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -384,8 +384,4 @@ def _named_errors(model: nn.Module) -> Iterator[None]:
     except (NotImplementedError, RuntimeError) as error:
         if isinstance(error, StateError):
             raise
-        advice = (
-            "  sw.dry_run needs a forward and a loss that read no tensor's values (.item(), boolean masks, `if` on a"
-            " tensor) and make tensors on their inputs' device."
-        )
-        raise StateError(f"{type(model).__name__} cannot run without values: {first_line(error)}\n{advice}") from error
+        raise without_values_error(model, error, "sw.dry_run") from error

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.cost.traced import TracedModel
 from shardwise.cost.unit import UnitWork
-from shardwise.measure.meta import without_values
+from shardwise.measure.meta import without_values, without_values_error
 from shardwise.measure.trace import trace
 from shardwise.nested import forgets_meta
 from shardwise.parallel.pipeline.batch import Forward, LossFn, forward_loss, num_rows
@@ -53,8 +53,7 @@ def trace_model(
         )
     batch = without_values(example_batch)
     found: dict[torch.dtype, tuple[UnitWork, ...]] = {}
-    refusals: dict[str, str] = {}
-    error: Exception | None = None
+    refusals: dict[str, Exception] = {}
     for dtype, word in ((torch.bfloat16, "16 bit"), (torch.float32, "fp32")):
         inputs = _in_dtype(batch, dtype)
         try:
@@ -62,21 +61,16 @@ def trace_model(
         except (NotImplementedError, RuntimeError) as caught:
             if isinstance(caught, StateError):
                 raise
-            error = caught
-            refusals[word] = first_line(caught)
+            refusals[word] = caught
     if not found:
-        raise StateError(
-            f"{type(module).__name__} cannot run without values: {refusals['16 bit']}\n"
-            "  sw.trace_model needs a forward that reads no tensor's values (.item(), boolean masks, `if` on a tensor)"
-            " and makes tensors on its inputs' device."
-        ) from error
+        raise without_values_error(module, error := refusals["16 bit"], "sw.trace_model") from error
     return TracedModel(
         name=type(module).__name__,
         narrow=found.get(torch.bfloat16, ()),
         wide=found.get(torch.float32, ()),
         batch=rows,
         seq_len=_seq_len(example_batch),
-        refusals=tuple(refusals.items()),
+        refusals=tuple((word, first_line(error)) for word, error in refusals.items()),
     )
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +20,9 @@ from shardwise import torch_private
 from shardwise.comm.record import RecordComm
 from shardwise.parallel.tensor.apply import apply_sharding
 from shardwise.parallel.tensor.sharding_plan import plan_sharding
+from shardwise.spec.errors import StateError
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.text import first_line, printable
 
 
 def build_on_meta(build_model: Callable[[], nn.Module]) -> nn.Module:
@@ -103,6 +108,26 @@ def cut_alone(model: nn.Module, plan: ParallelPlan, *, rank: int, device: torch.
         )
 
 
+def without_values_error(model: nn.Module, error: Exception, call: str) -> StateError:
+    """Make the error for a model that ``call`` cannot run without values; it names the model's line that failed."""
+    ours = ("torch.", "shardwise.")
+    frames = [each for each in traceback.walk_tb(error.__traceback__) if not _module_of(each[0]).startswith(ours)]
+    where = ""
+    if frames:
+        frame, line = frames[-1]
+        file = frame.f_code.co_filename
+        where = f", in {file}:{line}: {linecache.getline(file, line).strip()}"
+    return StateError(
+        f"{type(model).__name__} cannot run without values: {first_line(error)}{printable(where)}\n"
+        f"  {call} needs a forward and a loss that read no tensor's values (.item(), boolean masks, `if` on a tensor)"
+        " and make tensors on their inputs' device."
+    )
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def hides_tokens(batch: Any) -> bool:
     """Whether a batch has an attention mask that hides tokens; a mask on meta, without values, is assumed to."""
     if not isinstance(batch, Mapping):
@@ -118,9 +143,9 @@ _MAKES_MASKS = ("transformers.masking_utils", "transformers.modeling_attn_mask_u
 def _asker_for_masks() -> str | None:
     """The name of the function in transformers' mask modules that reads a value; ``None`` for any other caller."""
     frame = sys._getframe(2)  # noqa: SLF001 - the caller that evaluates ``if tensor``
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "shardwise.")):
+    while frame is not None and _module_of(frame).startswith(("torch.", "shardwise.")):
         frame = frame.f_back
-    return frame.f_code.co_name if frame is not None and frame.f_globals.get("__name__") in _MAKES_MASKS else None
+    return frame.f_code.co_name if frame is not None and _module_of(frame) in _MAKES_MASKS else None
 
 
 class FusedAttention(torch_private.GroupedProducts):
