@@ -277,9 +277,7 @@ class Branching(nn.Linear):
 
 
 def test_a_module_that_needs_values_and_a_batch_without_samples_are_refused() -> None:
-    with pytest.raises(
-        StateError, match=r"cannot run without values.*test_trace_model.py:\d+: .*\n.*read no tensor's"
-    ):
+    with pytest.raises(StateError, match=r"cannot run without values.*test_trace_model.py:\d+: .*\n.*read no tensor's"):
         sw.trace_model(Branching(4, 4), torch.zeros(2, 4))
     with pytest.raises(StateError, match="has no samples"):
         sw.trace_model(nn.Linear(4, 4), {})
