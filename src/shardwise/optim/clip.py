@@ -14,7 +14,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.dtype import memory_order
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage import part
-from shardwise.engine.storage.attachment import attachment_of, engine_of, engine_of_unit
+from shardwise.engine.storage.attachment import attachment_of, engine_around, engine_of, engine_of_unit
 from shardwise.engine.storage.flat_parameters import group_of
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.waiting import refuse_sums
@@ -112,8 +112,8 @@ def _selected(selected: nn.Module | Tensor | Iterable[nn.Module | Tensor]) -> di
         groups = [group for parameter in parameters if (group := group_of(parameter)) is not None]
         engines = [engine for group in groups if (engine := engine_of_unit(group.unit)) is not None]
         engines += engines_ignoring(parameters) if len(groups) < len(parameters) else ()
-        if attachment is not None:
-            engines.append(attachment.engine)
+        if isinstance(each, nn.Module) and (engine := engine_around(each)) is not None:
+            engines.append(engine)
         elif not engines and isinstance(each, nn.Module):
             engine_of(each, "sw.clip_grad_norm")  # refuses
         elif not engines:

@@ -14,6 +14,8 @@ from shardwise.spec.errors import StateError, Uncopyable
 
 _MODULE_KEY = "_shardwise"
 _PARAMETER_KEY = "_shardwise_mark"
+#: In the ``__dict__`` of a module of another pipeline stage: a weak reference to the model.
+ROOT_KEY = "_shardwise_root"
 
 
 class Attachment(Uncopyable):
@@ -61,6 +63,13 @@ def mark_shards(units: Iterable[Unit]) -> None:
 def attachment_of(module: nn.Module) -> Attachment | None:
     """The attachment that :func:`attach` made, or ``None``."""
     return module.__dict__.get(_MODULE_KEY)
+
+
+def engine_around(module: nn.Module) -> Engine | None:
+    """The engine of a unit's module, or of a module of another pipeline stage; ``None`` for other modules."""
+    root = module.__dict__.get(ROOT_KEY, lambda: None)()
+    attachment = attachment_of(module if root is None else root)
+    return None if attachment is None else attachment.engine
 
 
 def engine_of_unit(unit: Unit) -> Engine | None:

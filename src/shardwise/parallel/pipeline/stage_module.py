@@ -9,6 +9,7 @@ forward runs on every stage. Modules without parameters are on every stage. On a
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from shardwise.engine.storage.attachment import ROOT_KEY
 from shardwise.measure.shapes import KnownShapes
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.module_chain import balance
@@ -180,6 +182,8 @@ def drop_other_stages(
         if module.stage is None or module.stage in stages:
             continue
         placeholder = Placeholder(module.module, module.meta_copy, lambda parameter: id(parameter) in kept)
+        for part in (placeholder, *module.meta_copy.modules()):
+            part.__dict__[ROOT_KEY] = weakref.ref(model)
         for path in module.paths:
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, placeholder)
