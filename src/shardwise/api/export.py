@@ -139,7 +139,7 @@ def write_folder(
     """
     if not options.joins and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{printable(path)} exists.\n  Export into a folder that does not exist yet.")
-    if options.dtype is not None and not options.dtype.is_floating_point:
+    if options.dtype is not None and dtype_name(options.dtype) not in ("fp32", "bf16", "fp16", "fp64"):
         raise ConfigError(f"weights cannot be written as {dtype_name(options.dtype)}.\n  Use fp32, bf16, fp16 or fp64.")
     part = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
     try:
