@@ -10,6 +10,7 @@ import pytest
 from shardwise.cli import main
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.train import elastic
 from shardwise.train.checkpoints.checkpoints import check_config, find_checkpoint, pointer_problem
 from shardwise.train.config.sections import Config, read_config
 from shardwise.train.elastic import save_launchers
@@ -76,6 +77,23 @@ def test_what_the_same_agent_of_torchrun_starts_again_goes_on_in_its_folder_and_
         with pytest.raises(ConfigError, match="holds a run already"):  # a first attempt that was refused stays refused
             open_directory("x", Path("runs/x"), None, world, ["another agent"])
     assert open_directory("x", None, None, World(), [None]) == ("runs/x-2", False, None)
+
+
+def test_each_run_of_a_program_has_its_folder_and_continues_in_it_if_torchrun_starts_the_program_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    world, agents = World(source="torchrun"), ["an agent"]
+    for is_again in (False, True):
+        monkeypatch.setattr(elastic, "_made", [])  # a new process
+        for run in ("runs/x", "runs/x-2"):
+            assert elastic.begun_run("x", None) == (Path(run) if is_again else None)  # whose batch is kept
+            assert open_directory("x", None, None, world, agents) == (run, is_again, None)
+            (tmp_path / run / "config.yaml").touch()
+            save_launchers(tmp_path / run, agents)
+            elastic.count_run(Path(run))
+    with pytest.raises(ConfigError, match="holds a run already"):
+        open_directory("x", Path("runs/x"), None, world, agents)
 
 
 def test_the_rate_decay_schedule_and_clipping_may_differ_where_asked_for_and_are_told() -> None:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.launch import process
 from shardwise.launch.world import World
@@ -25,6 +26,8 @@ from shardwise.train.config.resolve import batch_in
 from shardwise.train.config.sections import RawConfig, read_config
 
 LAUNCHERS_FILE = "starters.json"
+#: Folders of the runs that this process has made: a further call is a further run, and starts none of them again.
+_made: list[Path] = []
 #: Maximum number of machines that is tried for an error message.
 _MOST_MACHINES = 64
 
@@ -63,8 +66,31 @@ def _agent() -> int:
 
 
 def save_launchers(directory: Path, launchers: Collection[str | None]) -> None:
-    """Store which agents or jobs started the run in ``directory``, by their :func:`launcher_identity`."""
-    folder.replace_json(directory / LOGS / LAUNCHERS_FILE, {"starters": sorted({name for name in launchers if name})})
+    """Store which agents or jobs started the run in ``directory``, by their :func:`launcher_identity`.
+
+    The run's number among those of its program is stored too: a program may make several runs of one name.
+    """
+    made = [*_made, directory.resolve()]
+    starters = sorted({name for name in launchers if name})
+    folder.replace_json(directory / LOGS / LAUNCHERS_FILE, {"starters": starters, "number": made.index(made[-1])})
+
+
+def count_run(directory: Path) -> None:
+    """Remember that this process makes the run in ``directory``."""
+    if directory.resolve() not in _made:
+        _made.append(directory.resolve())
+
+
+def begun_run(name: str, run_dir: Path | None) -> Path | None:
+    """Return the folder of the run that this call continues if the program was started again; ``None`` for a new run.
+
+    Without ``run_dir`` it is the newest folder of this name whose run has the number of this call in its program.
+    """
+    for each in folder.newest_first(name) if run_dir is None else [run_dir]:
+        number = None if run_dir is not None else _read_launchers(each).get("number")
+        if (number is None or number == len(_made)) and each.resolve() not in _made:
+            return each
+    return None
 
 
 def is_restarted(directory: Path, launchers: Collection[str | None], world: World) -> bool:
@@ -77,9 +103,15 @@ def is_restarted(directory: Path, launchers: Collection[str | None], world: Worl
 
 
 def _load_launchers(directory: Path) -> list[str]:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return [str(name) for name in json.loads((directory / LOGS / LAUNCHERS_FILE).read_text())["starters"]]
-    return []
+    found = _read_launchers(directory).get("starters")
+    return [str(name) for name in found] if isinstance(found, list) else []
+
+
+def _read_launchers(directory: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((directory / LOGS / LAUNCHERS_FILE).read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def keep_batch(raw: RawConfig, directory: Path | None, world: World) -> RawConfig:

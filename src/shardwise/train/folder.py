@@ -117,10 +117,10 @@ def choose(
         return run_dir
     numbered = _numbered(base, name)
     if is_resuming:
-        found = newest(name, base)
-        if found is None and is_stored(resume, upload_to):
+        found = newest_first(name, base)
+        if not found and is_stored(resume, upload_to):
             return base / name
-        if found is None:
+        if not found:
             near = f" There are: {', '.join(sorted(_names(base)))}." if _names(base) else ""
             if resume is not None and resume not in NEWEST:
                 run = run_of(resume)
@@ -128,14 +128,14 @@ def choose(
             raise CheckpointError(
                 f"no run {name!r} to resume in {printable(base)}.{printable(near)}\n  Name its folder with --run-dir."
             )
-        return found
+        return found[0]
     return base / name if not numbered else base / f"{name}-{max(numbered) + 1}"
 
 
-def newest(name: str, base: Path = Path("runs")) -> Path | None:
-    """Return the newest folder with a run of this name in ``base``; ``None`` if there is none."""
+def newest_first(name: str, base: Path = Path("runs")) -> list[Path]:
+    """Return the folders with a run of this name in ``base``, the newest first."""
     numbered = _numbered(base, name)
-    return numbered[max(numbered)] if numbered else None
+    return [numbered[number] for number in sorted(numbered, reverse=True)]
 
 
 def _advice(resume: str | None) -> str:

@@ -20,7 +20,7 @@ from shardwise.spec.text import printable
 from shardwise.train import folder
 from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import RawConfig, read_config
-from shardwise.train.elastic import keep_batch
+from shardwise.train.elastic import begun_run, keep_batch
 from shardwise.train.lock import RunLock
 from shardwise.train.predicted.budget import check_budget, find_device
 from shardwise.train.spec import FILE_VARIABLE, TrainSpec, spec_from_environment
@@ -220,7 +220,7 @@ def train_worker(
         from shardwise.train.trainer import Trainer
         from shardwise.train.worker import session
 
-        adapted = keep_batch(raw, run_dir or folder.newest(raw.config.name), world)
+        adapted = keep_batch(raw, begun_run(raw.config.name, run_dir), world)
         check_extras(adapted.config)
         resolved = resolve(adapted, world.size, world.ranks_per_machine, spec=spec or spec_from_environment())
         config = resolved.config

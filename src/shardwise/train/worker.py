@@ -27,7 +27,7 @@ from shardwise.train import folder
 from shardwise.train.checkpoints.checkpoints import NEWEST, is_empty
 from shardwise.train.config.sections import Config
 from shardwise.train.control import Control
-from shardwise.train.elastic import is_restarted, launcher_identity, save_launchers
+from shardwise.train.elastic import begun_run, count_run, is_restarted, launcher_identity, save_launchers
 from shardwise.train.lock import RunLock
 from shardwise.train.steps.timeouts import Timeouts
 
@@ -103,6 +103,7 @@ def session(
                 log_once(note)
             control.on_first(check)
             control.on_first(lambda: save_launchers(directory, launchers))
+        count_run(directory)
         resume = control.on_first(lambda: begins_from(directory, resume, upload_to, is_restart=is_restart))
         is_interactive = auto_resumes and world.source == "alone" and step_timeout_s is None  # or in a debugger
         if not is_interactive:
@@ -145,7 +146,7 @@ def open_directory(
     Returns:
         The folder, whether its run was started again by its launcher and continues, and the checkpoint.
     """
-    existing = run_dir or folder.newest(name)
+    existing = begun_run(name, run_dir)
     is_restart = existing is not None and is_restarted(existing, launchers, world)
     if auto_resumes and resume is None and run_dir is not None:
         resume = "latest" if folder.holds_run(run_dir) or folder.has_lost_run(run_dir, upload_to) else None
@@ -156,6 +157,7 @@ def open_directory(
     else:
         is_resuming = resume is not None
         chosen = folder.choose(name, run_dir, is_resuming=is_resuming, resume=resume, upload_to=upload_to)
+        is_restart = is_restart and chosen == existing
     folder.create(chosen)
     return str(chosen), is_restart, resume
 
