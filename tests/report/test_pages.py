@@ -205,6 +205,16 @@ def test_runs_of_no_step_and_of_one_step_and_resumed_ones(tmp_path: Path) -> Non
     assert "Measured: mean of 7 steps. 53 before them are left out." in Page(run_page(again)).text
 
 
+def test_a_run_of_samples_without_tokens_shows_none(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=4, tokens_per_s=0.0)  # whose config.yaml has no data.seq_len
+    assert "tokens per second" in page_of(folder).text
+    lines = [{**record, "tokens": 0, "tokens_per_s": 0.0} for record in records(folder)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = page_of(folder).text
+    assert "tokens" not in text.partition("Configuration")[0]
+    assert "2 ranks, 8 samples a step" in text
+
+
 def test_what_went_wrong_is_said_before_the_figures(tmp_path: Path) -> None:
     fine = read_run(write_run(tmp_path / "fine", predicted_step_time_s=0.22, step_time_s=0.225))
     assert fine.warnings() == []

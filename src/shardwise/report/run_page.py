@@ -39,7 +39,8 @@ class Curve(NamedTuple):
 
     def line(self, run: Run, name: str = "") -> Line:
         """Return a run's line. The held-out loss skips steps without a value, and begins with that of summary.json."""
-        steps, values = (run.steps, run.values(self.key)) if run.has(self.key) else ([], [])
+        is_known = run.has(self.key) and (self.key != "tokens_per_s" or run.last("tokens") != 0)
+        steps, values = (run.steps, run.values(self.key)) if is_known else ([], [])
         if self is HELD_OUT:
             before = (0, finite(run.summary.get("eval_loss_first")))
             points = [each for each in (before, *zip(steps, values, strict=True)) if each[1] is not None]
