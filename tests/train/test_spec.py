@@ -444,6 +444,14 @@ def test_a_model_that_takes_a_part_of_a_batch_is_told_how_to_get_it() -> None:
         forward(Doubled(), {"x": x, "y": x})
     with pytest.raises(TypeError, match="not callable"):  # an error inside of forward
         forward(Broken(), (x, x))
+    for criterion in (torch.nn.MSELoss(), torch.nn.functional.cross_entropy):
+        spec = sw.TrainSpec(model=Doubled, data=[x] * 8, loss=criterion)
+        loss = objective_of(resolve(read_config(None, base={}), 1, checks_data=False, spec=spec)).loss_fn
+        assert loss(x, x + 0.5).item() > 0
+        with pytest.raises(
+            ConfigError, match=r"torch's .* all of a batch, a tuple: (.|\n)*criterion\(output, batch\[1\]"
+        ):
+            loss(x, (x, x))
 
 
 def test_samples_of_known_kinds_are_read_as_what_they_are() -> None:

@@ -24,6 +24,7 @@ from shardwise.engine.storage.flat_parameters import group_of
 from shardwise.parallel.pipeline.batch import arguments_of, call_model, scalar_loss
 from shardwise.parallel.tensor.loss import has_divided_logits
 from shardwise.spec.errors import ConfigError, StateError
+from shardwise.spec.text import first_line
 from shardwise.train.config.resolve import RunConfig, data_of
 from shardwise.train.config.sections import LoraSection, OptimizerSection
 from shardwise.train.data.rows import Samples
@@ -234,7 +235,8 @@ def objective_of(resolved: RunConfig) -> Objective:
         default = objective(
             is_from_hf=is_from_hf, cp=cp, task=resolved.task, in_chunks=in_chunks, reads_logits=reads_logits
         )
-    return Objective(spec.forward or default.forward, spec.loss or default.loss_fn)
+    loss = None if spec.loss is None else functools.partial(_call_loss, spec.loss)
+    return Objective(spec.forward or default.forward, loss or default.loss_fn)
 
 
 def _call_own(model: nn.Module, batch: Any) -> Any:
@@ -252,6 +254,21 @@ def _call_own(model: nn.Module, batch: Any) -> Any:
             f" {inspect.signature(forward)}.\n"
             f"  Say what it gets: sw.TrainSpec(..., forward=lambda model, batch: model({first}))."
         ) from None
+
+
+def _call_loss(loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
+    """Call a spec's loss; say what to write where it is one of torch's, which take tensors and no batch."""
+    try:
+        return loss(output, batch)
+    except (AttributeError, TypeError) as error:
+        if isinstance(batch, Tensor) or not str(getattr(loss, "__module__", "")).startswith("torch.nn"):
+            raise
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise ConfigError(
+            f"the loss of the spec, torch's {name}, is called with the output and all of a batch, a"
+            f" {type(batch).__name__}: {first_line(error)}\n"
+            "  Say what it gets: sw.TrainSpec(..., loss=lambda output, batch: criterion(output, batch[1]))."
+        ) from error
 
 
 def _of_logits(output: Any, batch: TokenBatch) -> Tensor:
