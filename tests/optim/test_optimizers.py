@@ -124,6 +124,23 @@ def test_optimizers_that_look_beyond_an_element_are_refused_where_parameters_are
 
 
 @on_ranks(2)
+def test_optimizers_that_may_look_beyond_a_parameter_are_refused_where_ranks_have_different_parameters():
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    for build, batch, axis in (
+        (lambda: sw.models.gpt("gpt-tiny", num_layers=1, num_experts=2), (tokens, tokens), "ep"),
+        (Chain, torch.ones(4, 8), "pp"),
+    ):
+        model = sw.parallelize(build(), sw.ParallelPlan("ddp", **{axis: 2}))
+        sw.train_step(model, batch, lambda output, _: output.square().mean())
+        text = refusal(StateError, Stranger(model.parameters()).step)
+        assert text.startswith("Stranger is not known to work parameter by parameter, but ranks have different param")
+        assert "strategy 'ddp'" not in text
+    sw.declare_granularity(Stranger, "tensor")  # as it advises
+    Stranger(model.parameters()).step()
+    forget_declaration(Stranger)
+
+
+@on_ranks(2)
 def test_lbfgs_decides_by_the_loss_of_all_ranks():
     def train(loss_of, wrap=lambda model: model):
         torch.manual_seed(0)

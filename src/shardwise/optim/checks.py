@@ -192,10 +192,16 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             if own_slice is not None and not keeps(own_slice, needed):
                 raise _cut_refusal(type(optimizer).__name__, needed, parameter, own_slice)
             place = group_and_index(parameter)
-            if place is None or not place[0].placements.shards_optimizer:
+            if place is None or not (place[0].placements.shards_optimizer or (needed is None and _is_split(place[0]))):
                 continue  # every rank has the full parameter; by the layout, so that all ranks decide alike
             if needed is None or not place[0].layout.granularity.covers(needed):
                 raise _refusal(type(optimizer).__name__, needed, *place)
+
+
+def _is_split(group: Group) -> bool:
+    """Whether this rank has some of the model's parameters only: of its pipeline stages, or of its experts."""
+    engine = engine_of_unit(group.unit)
+    return group.comms.pp is not None or (engine is not None and group.comms is not engine.comms)
 
 
 def _refuse_parts(optimizer: torch.optim.Optimizer) -> None:
@@ -246,19 +252,23 @@ def _refusal(name: str, needed: Granularity | None, group: Group, index: int) ->
     if size == 1:
         owned = "dp_shard is 1, so that this rank has all of it, but plans must not depend on that."
     place = f"parameter {spec.name!r} of logical shape {list(spec.shape)} is sharded by {granularity}: {owned}"
+    if not group.placements.shards_optimizer:
+        granularity = TENSOR
+        place = f"ranks have different parameters of the model (stages of pp, experts of ep), this one {spec.name!r}."
     if needed is not None:
         value = f"sw.block({needed.numel})" if needed.kind == "block" else repr(needed.kind)
         return StateError(
             f"{name} needs every {_part(needed)} on one rank, but {place}\n"
             f"  {_instead(name)}Use sw.ParallelPlan(granularity={value}), strategy 'ddp', or an element-wise optimizer."
         )
+    ddp = "" if _is_split(group) else "strategy 'ddp', "
     part = {"element": "element by element", "tensor": "parameter by parameter"}.get(granularity.kind)
     part = part or f"{granularity} by {granularity}"
     return StateError(
         f"{name} is not known to work {part}, but {place} An update that looks beyond that would silently differ.\n"
-        f"  Use strategy 'ddp', an element-wise optimizer, or sw.declare_elementwise({name}) if each element's update"
-        f" depends on that element alone. If it depends on nothing beyond its parameter: sw.declare_granularity({name},"
-        " 'tensor') and sw.ParallelPlan(granularity='tensor')."
+        f"  Use {ddp}an element-wise optimizer, or sw.declare_elementwise({name}) if each element's update depends on"
+        f" that element alone. If it depends on nothing beyond its parameter: sw.declare_granularity({name}, 'tensor')"
+        " and sw.ParallelPlan(granularity='tensor')."
     )
 
 
