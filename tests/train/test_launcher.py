@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shlex
 import signal
@@ -12,6 +13,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
 import shardwise as sw
@@ -263,6 +265,15 @@ def test_calls_take_numbers_of_numpy_and_functions_that_exit_with_0(monkeypatch:
         sw.train({"train": {"steps": 1}, "optimizer": OrderedDict(lr=np.float64(0.25))}, nproc=1)
     monkeypatch.setattr("shardwise.launch.function.launch_module", lambda *_, **__: 0)
     assert sw.launch(sys.exit, 0, nproc=2) == [None, None]
+
+
+def test_sw_train_and_sw_launch_are_sent_by_pickle_and_by_cloudpickle_in_a_function_that_names_them() -> None:
+    def work() -> tuple[object, object]:
+        return sw.train, sw.launch
+
+    for module in (sw.train, sw.launch):
+        assert pickle.loads(pickle.dumps(module)) is module
+    assert cloudpickle.loads(cloudpickle.dumps(work))() == (sw.train, sw.launch)
 
 
 def test_the_folder_of_a_loop_with_a_run_is_resumed_by_its_program_alone(

@@ -29,21 +29,14 @@ In the order of a run:
 from __future__ import annotations
 
 import sys
-import types
-from typing import Any
+
+from shardwise.launch import CallablePackage
 
 
-class _Package(types.ModuleType):
-    """The package as a callable: ``sw.train(...)`` calls ``shardwise.train.call.train``."""
+class _Package(CallablePackage):
+    """The package as a callable: ``sw.train(...)`` calls ``train`` of ``shardwise.train.call``."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__wrapped__(*args, **kwargs)
-
-    @property
-    def __wrapped__(self) -> Any:  # help() and inspect show its signature and docstring
-        from shardwise.train.call import train
-
-        return train
+    _CALLED_IN = "call"
 
 
 sys.modules[__name__].__class__ = _Package
