@@ -344,6 +344,7 @@ def alone(folder: str) -> list[str]:
     tried(checkpoint={"best": "eval_loss"})
     tried(sampler=object())
     tried(optimizer=[model])
+    tried(callbacks=[sw.Callback])
     tried()
     tried(sampler=sw.DistributedSampler(8, model=model), steps=4)
     tried(name="a", values={"loss": torch.zeros(2)})
@@ -429,6 +430,7 @@ def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path) -> None:
             "'best': ...}): evaluations and code are the loop's own",
             "sw.Run(sampler=...): object has no state_dict and load_state_dict",
             "sw.Run(optimizer=...): expected a torch optimizer, or several, got",
+            "<class 'shardwise.train.callback.Callback'> is not an sw.Callback",
             "",
             "the checkpoint has no state of the sampler",
             "run.log(loss=...): expected a number or a tensor of one element, got a tensor of shape [2]",

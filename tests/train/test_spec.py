@@ -403,6 +403,14 @@ def _yaml(text: str) -> dict[str, Any]:
     return yaml.safe_load(text)
 
 
+class Others(sw.Callback):
+    """Methods as another trainer calls them."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any) -> None: ...
+
+    def on_save(self) -> None: ...  # type: ignore[override]
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -411,6 +419,8 @@ def _yaml(text: str) -> dict[str, Any]:
         ({"data": 3}, "data=3: expected a data set or an iterable"),
         ({"metrics": {"a": None}}, r"metrics\['a'\]=None: expected something to call"),
         ({"callbacks": [print]}, "is not an sw.Callback"),
+        ({"callbacks": [Others()]}, r"Others.on_step_end is never called: .* one of on_start, on_step, on_evaluation"),
+        ({"callbacks": [Others()]}, r"Others.on_save is called with \(run\), but takes \(\)"),
         ({"eval_data": [1]}, "eval_data without data"),
         ({"metrics": {"loss": print}}, "eval_loss is the held-out loss"),
         ({"data": torch.utils.data.DataLoader([1])}, "data=DataLoader: it gives batches; give its data set"),

@@ -40,7 +40,7 @@ from shardwise.train.data.workers import workers_exit_with_this_rank
 from shardwise.train.log.report import Report
 from shardwise.train.loop import Loop, Parts
 from shardwise.train.predicted.step import PredictedStep
-from shardwise.train.spec import Mean
+from shardwise.train.spec import Mean, wrong_callback
 from shardwise.train.steps.pending_metrics import TOKENS
 from shardwise.train.worker import Session, session
 
@@ -168,6 +168,8 @@ class Run:
             sw.parallelize(model, "ddp")  # on one rank: no value changes, and the Parameter objects stay
         scaler = scaler or sw.GradScaler("cpu", enabled=False)
         self._parts = Parts(model, optimizers, scaler, average, data_parallel_rank(model))
+        if wrong := [why for each in callbacks for why in wrong_callback(each)]:
+            raise ConfigError("sw.Run(callbacks=...):" + "".join(f"\n  - {each}" for each in wrong))
         self._callbacks = callbacks
         self._world: World = read_world()
         self._stack = contextlib.ExitStack()

@@ -120,11 +120,7 @@ class TrainSpec:
         ]
         if "loss" in self.metrics:
             wrong.append("metrics['loss']: eval_loss is the held-out loss; name it otherwise")
-        wrong += [
-            f"callbacks: {_show(each)} is not an sw.Callback"
-            for each in self.callbacks
-            if not isinstance(each, Callback)
-        ]
+        wrong += [f"callbacks: {why}" for each in self.callbacks for why in wrong_callback(each)]
         if self.eval_data is not None and self.data is None:
             wrong.append("eval_data without data: samples of both are collated alike; give both")
         if self.collate is not None and is_loader(self.data) and (self.eval_data is None or is_loader(self.eval_data)):
@@ -174,6 +170,25 @@ def _wrong_call(value: Any, name: str) -> str:
     if accepts(value, *arguments.split()):
         return ""
     return f"={_show(value)}: it is called {name}({arguments}), but takes {inspect.signature(value)}"
+
+
+def wrong_callback(each: Any) -> list[str]:
+    """Return the faults of a callback in words, among them methods that are never called."""
+    if not isinstance(each, Callback):
+        return [f"{_show(each)} is not an sw.Callback"]
+    kind, called = type(each).__name__, {name: part for name, part in vars(Callback).items() if name.startswith("on_")}
+    wrong = [
+        f"{kind}.{name} is never called: a method on_... is one of {', '.join(called)}"
+        for name in dir(each)
+        if name.startswith("on_") and name not in called
+    ]
+    for name, plain in called.items():
+        arguments = [*inspect.signature(plain).parameters][1:]
+        if not accepts(method := getattr(each, name), *arguments):
+            wrong.append(
+                f"{kind}.{name} is called with ({', '.join(arguments)}), but takes {inspect.signature(method)}"
+            )
+    return wrong
 
 
 def _wrong_data(data: Any) -> str:
