@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import socket
 import sys
@@ -9,7 +10,16 @@ import sys
 import pytest
 from torch import distributed
 
-from shardwise.launch.world import World, address_of, init_process_group, joined_world, read_world, shutdown
+from shardwise.launch import world as worlds
+from shardwise.launch.world import (
+    RENDEZVOUS_DIR,
+    World,
+    address_of,
+    init_process_group,
+    joined_world,
+    read_world,
+    shutdown,
+)
 from shardwise.spec.errors import CommError, ConfigError
 from shardwise.testing import run_on_ranks
 from tests.launch.test_elastic import LOOPBACK, listeners
@@ -149,3 +159,12 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def test_each_world_of_a_process_meets_in_a_file_of_its_own(tmp_path, monkeypatch):
+    """A rank of the world before may still use its file: ranks of the next one waited for each other for ever."""
+    monkeypatch.setenv(RENDEZVOUS_DIR, str(tmp_path))
+    two, soon = World(size=2, local_size=2, source="launcher"), dt.timedelta(seconds=1)
+    before, now = worlds._store(two, soon), worlds._store(two, soon)
+    before.set("key", "of the world before")
+    assert not now.check(["key"])

@@ -351,6 +351,8 @@ def _check(world: World) -> None:
 _has_initialized = False
 #: Conditions under which the group is kept; see :func:`keep_group_while`.
 _keep_conditions: list[Callable[[], bool]] = []
+#: Counts this process's stores in files, because a rank may still use the file of the world before.
+_num_stores = itertools.count()
 
 
 def init_process_group(
@@ -489,7 +491,8 @@ def _store(world: World, timeout: dt.timedelta) -> Store:
         return distributed.HashStore()
     directory = os.environ.get(RENDEZVOUS_DIR)
     if directory and world.is_single_node:
-        store = distributed.FileStore(str(Path(directory) / f"pg-{world.restart_count}"), world.size)
+        name = f"pg-{world.restart_count}-{next(_num_stores)}"
+        store = distributed.FileStore(str(Path(directory) / name), world.size)
         store.set_timeout(timeout)
         return store
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
