@@ -276,6 +276,22 @@ def test_sw_train_and_sw_launch_are_sent_by_pickle_and_by_cloudpickle_in_a_funct
     assert cloudpickle.loads(cloudpickle.dumps(work))() == (sw.train, sw.launch)
 
 
+def test_a_run_in_a_function_of_sw_launch_locks_its_folder_and_checks_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[bool] = []
+
+    def session(*_args: object, is_prepared: bool, **_options: object) -> None:
+        prepared.append(is_prepared)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("shardwise.train.worker.session", session)
+    monkeypatch.setattr("shardwise.train.call.read_world", lambda: World(source="launcher"))
+    with pytest.raises(SystemExit):
+        sw.train("run.yaml")
+    monkeypatch.setattr("shardwise.launch.world.read_world", lambda: World(source="launcher"))
+    assert main(["train", "run.yaml"]) == 78
+    assert prepared == [False, True]
+
+
 def test_the_folder_of_a_loop_with_a_run_is_resumed_by_its_program_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

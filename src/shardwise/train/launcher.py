@@ -224,7 +224,8 @@ def train_worker(
         check_extras(adapted.config)
         resolved = resolve(adapted, world.size, world.ranks_per_machine, spec=spec or spec_from_environment())
         config = resolved.config
-        if world.source != "launcher":  # the launcher has checked it
+        is_prepared = world.source == "launcher" and found is None  # by launch_training, not by sw.launch
+        if not is_prepared:
             check_budget(resolved, find_device(world.ranks_per_machine or 1))
         with session(
             world,
@@ -234,6 +235,7 @@ def train_worker(
             resume=resume,
             check=lambda: resolved.source.check(resolved.vocab_size),
             takes_over=takes_over,
+            is_prepared=is_prepared,
         ) as run_session:
             trainer = Trainer(resolved, run_session, profiled=profiled)
             code = trainer.run(is_demo=is_demo)

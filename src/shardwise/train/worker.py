@@ -61,6 +61,7 @@ def session(
     check: Callable[[], object] = lambda: None,
     auto_resumes: bool = False,
     takes_over: bool = False,
+    is_prepared: bool = False,
 ) -> Iterator[Session]:
     """Join the world, agree on the run's folder, lock it and start the watchdog, for the duration of the block.
 
@@ -70,9 +71,10 @@ def session(
         facts: Further values that must be the same on every rank.
         run_dir: The run's folder; by default named after the run.
         resume: ``latest``, ``latest-good`` or a checkpoint's path; ``None`` starts a new run.
-        check: Called on rank 0 if our launcher has not checked the data.
+        check: Checks the data; called on rank 0.
         auto_resumes: Whether a run in the folder is continued without ``resume``.
         takes_over: Take over the folder of a run on another machine that shows no sign of life.
+        is_prepared: Whether our launcher has locked the folder and checked the data.
 
     Collective:
         Every rank of the world must call: some all-gathers of small JSON.
@@ -88,14 +90,15 @@ def session(
         control = Control(open_comms(device, "control")[0])
         control.check_same({**config.model_dump(mode="json"), **facts, **code_versions()}, "configuration or program")
         launchers = control.all_json(launcher_identity(world))
-        options = {"takes_over": takes_over, "auto_resumes": auto_resumes, "upload_to": upload_to}
+        options: dict[str, Any] = {"takes_over": takes_over, "auto_resumes": auto_resumes, "upload_to": upload_to}
+        options |= {"is_prepared": is_prepared}
         directory, is_restart, resume = control.on_first(
             lambda: open_directory(config.name, run_dir, resume, world, launchers, **options)
         )
         directory = Path(directory)
         if world.num_nodes > 1:
             _check_shared(control, directory, world)
-        if world.source != "launcher" or auto_resumes:  # our launcher already holds the lock and has checked the data
+        if not is_prepared:
             lock = RunLock(directory, takes_over=takes_over or is_restart)
             stack.callback(lock.release)
             note = control.on_first(lambda: lock.acquire(wait_s=_OLD_WORLD_ENDS_S if is_restart else 0.0))
@@ -138,6 +141,7 @@ def open_directory(
     takes_over: bool = False,
     auto_resumes: bool = False,
     upload_to: str | None = None,
+    is_prepared: bool = False,
 ) -> tuple[str, bool, str | None]:
     """Choose and create the run's folder: a new one, or that of the run that is resumed or was started again.
 
@@ -150,7 +154,7 @@ def open_directory(
     is_restart = existing is not None and is_restarted(existing, launchers, world)
     if auto_resumes and resume is None and run_dir is not None:
         resume = "latest" if folder.holds_run(run_dir) or folder.has_lost_run(run_dir, upload_to) else None
-    if run_dir is not None and (world.source != "launcher" or auto_resumes) and not is_restart:
+    if run_dir is not None and not is_prepared and not is_restart:
         RunLock(run_dir, takes_over=takes_over).check()
     if existing is not None and is_restart and resume is None:
         chosen = existing
