@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 from pathlib import Path
 from unittest import mock
 
@@ -108,3 +109,9 @@ def test_a_report_that_cannot_be_written_says_why_in_lines(
         "report.html was not written: run/report.html cannot be written: No space left on device.\n"
         "  Free space on the disk.\n"
     )
+
+
+def test_a_summary_is_json_also_after_an_evaluation_that_gave_nan(tmp_path: Path) -> None:
+    Report.write_summary(mock.Mock(directory=tmp_path), {"eval_loss_final": math.nan, "steps": 3, "best": None})
+    text = (tmp_path / "summary.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"eval_loss_final": None, "steps": 3, "best": None}

@@ -18,7 +18,7 @@ import shardwise as sw
 from shardwise.launch.environment import environment
 from shardwise.planner.explain import odd_sizes
 from shardwise.report import read_run, run_page
-from shardwise.report.numbers import thin
+from shardwise.report.numbers import finite, thin
 from shardwise.spec.bound import read_json
 from shardwise.spec.errors import StorageError
 from shardwise.spec.mesh import Mesh
@@ -126,9 +126,10 @@ class Report:
         replace_json(self.directory / PLAN, self.plan | predictions)
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
-        """Write summary.json. A full disk is ignored, because the outcome of the run is already known."""
+        """Write summary.json, NaN as null. A full disk is ignored: the outcome of the run is already known."""
+        known = {name: finite(each) if isinstance(each, float) else each for name, each in values.items()}
         with contextlib.suppress(StorageError):
-            replace_json(self.directory / SUMMARY, values)
+            replace_json(self.directory / SUMMARY, known)
 
     def summary(
         self, done: Progressed, outcome: Outcome, speed: Speed, *, peak_bytes: int, failed_saves: list[str]
