@@ -195,6 +195,7 @@ def test_the_vllm_backend_gets_its_engine_s_arguments(folder, tmp_path, capsys):
         ([str(folder), "--triton", str(repository)], "tiny exists"),
         ([str(folder), "--triton", str(repository), "--name", "../out"], "is not a name of a folder"),
         ([str(folder)], "the model goes to one place"),
+        ([str(folder), "out", "--backend", "vllm"], "--name and --backend are for Triton"),
         ([str(folder), "out", "--triton", str(repository)], "the model goes to one place"),
     ]:
         capsys.readouterr()

@@ -220,6 +220,8 @@ def export(
 
     if (folder is None) == (triton is None):
         raise ConfigError("the model goes to one place.\n  Name a new folder, or a repository: --triton DIR.")
+    if triton is None and (name is not None or backend is not Backend.PYTHON):
+        raise ConfigError("--name and --backend are for Triton.\n  Leave them out, or add --triton DIR.")
     trained = find_model(source)
     if hint := trained.check_average(is_asked=average):
         typer.echo(hint, err=True)
