@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.spec.errors import PlanError
+from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import run_on_ranks
 from tests.parallel.pipeline.test_stages import call, check, split
 
@@ -145,6 +145,31 @@ def test_hooks_checkpoints_and_clipping_of_parts_are_those_of_one_process():
         cases = [(kind, plan) for kind in range(len(KINDS)) for plan in PLANS]
         for (kind, plan), found in zip(cases, results, strict=True):
             assert found == pytest.approx(expected[kind], rel=1e-12), (KINDS[kind].__name__, plan)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_loss_function_that_reads_weights_is_refused(strategy):
+    """On the last stage ``model.parameters()`` are its own, so that a penalty missed the others."""
+    built, kept = [], []
+
+    def build():
+        built[:] = [Net()]
+        built[0].scale = nn.Parameter(torch.ones(()))
+        built[0].blocks[3].register_forward_hook(lambda _module, _args, output: kept.append(output))
+        return built[0]
+
+    def dry_run(read):
+        def loss(output, _batch):
+            return output * built[0].scale + sum(
+                each.square().sum() for each in read(built[0])
+            )  # each stage has a scale
+
+        sw.dry_run(build, sw.ParallelPlan(strategy, pp=2), world_size=4, batch=batch(), loss_fn=loss, rank=3)
+
+    dry_run(lambda _model: kept[-1:])  # an activation, with the weights that computed it
+    for read in (nn.Module.parameters, lambda model: [model.last.bias]):
+        with pytest.raises(StateError, match=r"the loss function reads '(blocks|last)"):
+            dry_run(read)
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])

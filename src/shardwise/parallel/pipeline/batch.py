@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from shardwise.spec.errors import StateError
 #: Name of the argument in transformers' trainer.
 _NUM_ITEMS = "num_items_in_batch"
 
+#: In the ``__dict__`` of a pipeline's model until its first loss with a gradient: names of this rank's own weights.
+UNCHECKED_KEY = "_shardwise_unchecked"
 #: ``loss_fn(output, batch)``.
 LossFn = Callable[[Any, Any], Tensor]
 #: ``forward(model, batch)`` returns the model's output.
@@ -23,8 +25,37 @@ def forward_loss(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, fo
     """Compute the scalar loss of ``model`` on ``batch``, as ``sw.train_step`` does."""
     output = (forward or call_model)(model, batch)
     if loss_fn is not None:
-        return scalar_loss(loss_fn(output, batch), "the loss function", "Return the mean over the batch")
+        loss = scalar_loss(loss_fn(output, batch), "the loss function", "Return the mean over the batch")
+        if loss.requires_grad and (names := model.__dict__.pop(UNCHECKED_KEY, None)):
+            weights = {name: p for name, p in model.named_parameters() if name in names}
+            _refuse_weights(loss, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)], weights)
+        return loss
     return scalar_loss(getattr(output, "loss", output), type(model).__name__)
+
+
+def _refuse_weights(loss: Tensor, outputs: Sequence[Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Refuse a loss that reads a stage's weights by itself, not only by the model's outputs."""
+    forward = {node for output in outputs for node in _nodes(output.grad_fn, set())}
+    operations = {node for node in forward if not hasattr(node, "variable")}
+    leaves = {id(node.variable) for node in _nodes(loss.grad_fn, operations) if hasattr(node, "variable")}
+    read = [name for name, weight in weights.items() if id(weight) in leaves]
+    if read:
+        raise StateError(
+            f"the loss function reads {read[0]!r}. It runs on the last stage of the pipeline, where model.parameters()"
+            " are those of this rank alone.\n"
+            "  Use weight_decay of the optimizer for a penalty on weights, and call a head in the model's forward."
+        )
+
+
+def _nodes(node: Any, seen: set[Any]) -> Iterator[Any]:
+    """Yield the autograd nodes below ``node``, itself included, that are not in ``seen``, once each."""
+    nodes, seen = [node], {None, *seen}
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            nodes += [before for before, _ in node.next_functions]
 
 
 def scalar_loss(loss: Any, what: str, advice: str = "Pass loss_fn=lambda output, batch: ...") -> Tensor:

@@ -24,6 +24,7 @@ from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.unit import Unit
 from shardwise.launch.log_once import log_once
 from shardwise.measure.meta import cut_alone
+from shardwise.parallel.pipeline.batch import UNCHECKED_KEY
 from shardwise.parallel.pipeline.runner import DTYPES, Job, ScheduleRunner
 from shardwise.parallel.pipeline.stage import Stages, StepCheck, describe_shapes
 from shardwise.parallel.pipeline.stage_module import (
@@ -179,6 +180,8 @@ class Pipelined(Uncopyable):
         self._stages.compute_dtype = None if computed is None else torch_dtype(computed)
         model.__dict__[_KEY] = self
         self._parameters = tuple(model.parameters())
+        own = {name for name, p in model.named_parameters() if p not in self._copies}
+        model.__dict__[UNCHECKED_KEY] = own  # other ranks have no values of these
         engine = engine_of(model, "sw.parallelize")
         engine.extras.add(StageUnits((stage, tuple(self._own_units(engine, stage))) for stage in self.stages))
 
