@@ -124,7 +124,7 @@ def test_optimizers_that_look_beyond_an_element_are_refused_where_parameters_are
 
 
 @on_ranks(2)
-def test_optimizers_that_may_look_beyond_a_parameter_are_refused_where_ranks_have_different_parameters():
+def test_optimizers_that_may_look_beyond_a_parameter_or_the_model_are_refused_where_ranks_have_different_parameters():
     tokens = torch.zeros(2, 5, dtype=torch.long)
     for build, batch, axis in (
         (lambda: sw.models.gpt("gpt-tiny", num_layers=1, num_experts=2), (tokens, tokens), "ep"),
@@ -135,6 +135,10 @@ def test_optimizers_that_may_look_beyond_a_parameter_are_refused_where_ranks_hav
         text = refusal(StateError, Stranger(model.parameters()).step)
         assert text.startswith("Stranger is not known to work parameter by parameter, but ranks have different param")
         assert "strategy 'ddp'" not in text
+    weight = nn.Parameter(torch.ones(()))  # of the loss, which is on the last stage
+    sw.train_step(model, batch, lambda output, _: output.square().mean() * weight)
+    text = refusal(StateError, torch.optim.SGD([*model.parameters(), weight], lr=0.1).step)
+    assert "the optimizer holds 1 parameters (of shape []) that are in no parallelized model, and their gradi" in text
     sw.declare_granularity(Stranger, "tensor")  # as it advises
     Stranger(model.parameters()).step()
     forget_declaration(Stranger)

@@ -35,6 +35,7 @@ from shardwise.spec.order import EntryPoint
 from shardwise.spec.slice import Slice, slice_of
 
 if TYPE_CHECKING:
+    from shardwise.comm.base import Comm
     from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
 
@@ -343,7 +344,8 @@ def _check_outside(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> b
         Whether the check is complete; it is not before parameters outside of the model have gradients.
 
     Collective:
-        With parameters outside of the model, an all-gather of a text over the ranks that train the model.
+        With parameters outside of the model, an all-gather of a text over the ranks that train the model, and on
+        ``pp``, where a loss function's own parameters get gradients on the last stage only.
     """
     parameters = [p for settings in optimizer.param_groups for p in settings["params"]]
     others = {id(p): p for p in parameters if group_of(p) is None and p.requires_grad}
@@ -353,9 +355,9 @@ def _check_outside(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> b
         _refuse_added(engine, only=lambda parameter: id(parameter) in others)
     known = {id(p) for engine in engines for p in ignored_of(engine).parameters.values()}
     outside = [p for key, p in others.items() if key not in known and type(p.data) is torch.Tensor]
-    if not outside or not engines or engines[0].comms.control.size == 1:
-        return True
-    return _compare_gradients(outside, engines[0])
+    comms = (engines[0].comms.pp, engines[0].comms.control) if outside and engines else ()
+    complete = [_compare_gradients(outside, comm) for comm in comms if comm is not None and comm.size > 1]
+    return all(complete)
 
 
 def _live_engines() -> list[Engine]:
@@ -369,14 +371,14 @@ def engines_ignoring(parameters: Iterable[Tensor]) -> list[Engine]:
     return [engine for parameter in parameters for engine in engines if parameter in ignored_of(engine)]
 
 
-def _compare_gradients(parameters: list[Tensor], engine: Engine) -> bool:
+def _compare_gradients(parameters: list[Tensor], comm: Comm) -> bool:
     gradients = [
         p.grad if p.grad.layout is torch.strided else p.grad.to_dense() for p in parameters if p.grad is not None
     ]
-    digests = all_gather_json(engine.comms.control, str(digest_of(gradients).tolist()))
+    digests = all_gather_json(comm, str(digest_of(gradients).tolist()))
     shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
     refuse_different(
-        engine.comms.control,
+        comm,
         digests,
         f"the optimizer holds {len(parameters)} parameters (of shape {shapes}) that are in no parallelized model, and"
         " their gradients differ from rank to rank, so that every rank would train its own",
