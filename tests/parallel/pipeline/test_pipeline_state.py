@@ -179,3 +179,14 @@ def test_state_outside_of_blocks_is_refused_on_every_rank():
     own, norm = found
     assert own.startswith("the model's own forward writes to the buffer 'mean'")
     assert norm.startswith("'norm' has no parameters, so that every pipeline stage has it, but writes to its buffers")
+
+
+@on_ranks(3)
+def test_a_buffer_that_every_stage_has_is_in_the_full_state_once():
+    plain = Net()
+    plain.register_buffer("shift", torch.randn(6))
+    expected = {key: value.clone() for key, value in plain.state_dict().items()}
+    state = sw.full_state_dict(sw.parallelize(plain, sw.ParallelPlan(pp=3)))
+    if torch.distributed.get_rank() == 0:
+        assert list(state) == list(expected)
+        assert all(torch.equal(state[key], value) for key, value in expected.items())

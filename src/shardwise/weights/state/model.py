@@ -84,6 +84,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     engine.sync_buffers()
     world = engine.comms.world
     entries, tensors = _stage_entries(model, engine)
+    tensors = _not_of_earlier_stages(tensors, engine)
 
     def is_chosen(parameter: nn.Parameter) -> bool:
         return parameter.requires_grad or not trainable_only
@@ -449,11 +450,16 @@ def owned_extents(model: nn.Module) -> Pairs:
 
 def own_buffers(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
     """Return the buffers that this rank writes: those of its stage that no earlier stage has."""
-    buffers, pp = persistent_buffers(model), engine.comms.pp
-    if pp is not None:
-        before = {name for names in all_gather_json(pp, list(buffers))[: pp.rank] for name in names}
-        buffers = {name: buffer for name, buffer in buffers.items() if name not in before}
+    buffers = _not_of_earlier_stages(persistent_buffers(model), engine)
     return buffers if is_first_of_stage(engine) else {}
+
+
+def _not_of_earlier_stages(tensors: dict[str, Tensor], engine: Engine) -> dict[str, Tensor]:
+    """Return the tensors whose names no earlier rank of a pipeline has. All ranks must call."""
+    if (pp := engine.comms.pp) is None:
+        return tensors
+    before = {name for names in all_gather_json(pp, list(tensors))[: pp.rank] for name in names}
+    return {name: tensor for name, tensor in tensors.items() if name not in before}
 
 
 def frozen_names(model: nn.Module) -> set[str]:
