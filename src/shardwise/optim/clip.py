@@ -46,7 +46,8 @@ def clip_grad_norm(
     Args:
         model: A parallelized model after ``backward()``; or a module in it, parameters of it, or several of these, also
             of several models, such as ``optimizer.param_groups[0]["params"]``. Only the gradients of these modules and
-            parameters count and are scaled. Every rank must pass the same; each rank must have a part of every model.
+            parameters count and are scaled. Every rank must pass the same. Under ``pp`` pass modules: a list of a
+            stage's parameters is empty on other ranks, which then do not take part.
         max_norm: The largest norm, at least 0.
         norm_type: The order of the norm: above 0, ``float("inf")`` for the largest element.
         error_if_nonfinite: Raise on all ranks if the norm is inf or nan, before anything is scaled. The host waits for
