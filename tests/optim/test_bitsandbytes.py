@@ -26,7 +26,8 @@ def step(cls, strategy, **fields):
     torch.manual_seed(0)
     model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy, **fields))
     optimizer = cls(model.parameters())
-    model(sample(dist.get_rank(), 0)).square().mean().backward()
+    batch = sample(dist.get_rank() * ("pp" not in fields), 0)
+    sw.train_step(model, batch, lambda output, _: output.square().mean(), num_microbatches=1)
     optimizer.step()
 
 
@@ -41,3 +42,4 @@ def test_each_is_told_what_fits_it():
     step(wide, "zero3")
     for cls in (eight, lamb, wide):
         step(cls, "ddp")
+        step(cls, "ddp", pp=2)

@@ -180,6 +180,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     needed = needed_by(optimizer)
     if needed == ELEMENT:
         return
+    is_of_several = needed is None and bits_of(optimizer) == 32  # 8 bit of bitsandbytes look at one parameter
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, FlatParameter):
@@ -193,7 +194,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             if own_slice is not None and not keeps(own_slice, needed):
                 raise _cut_refusal(type(optimizer).__name__, needed, parameter, own_slice)
             place = group_and_index(parameter)
-            if place is None or not (place[0].placements.shards_optimizer or (needed is None and _is_split(place[0]))):
+            if place is None or not (place[0].placements.shards_optimizer or (is_of_several and _is_split(place[0]))):
                 continue  # every rank has the full parameter; by the layout, so that all ranks decide alike
             if needed is None or not place[0].layout.granularity.covers(needed):
                 raise _refusal(type(optimizer).__name__, needed, *place)
