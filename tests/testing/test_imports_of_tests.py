@@ -60,7 +60,8 @@ ABOUT = {
     "train/test_peak.py": "engine.storage.attachment train.config train.predicted",
     "docs/test_migrating.py": "cli.convert.tables",
     "spec/test_shown.py": "planner.explain report.read_run",
-    "train/test_spec.py": "train.config train.data launch.world train.parity train.checkpoints.random_state train.spec",
+    "train/test_spec.py": "train.config train.data launch.world train.parity train.checkpoints.random_state train.spec"
+    " train.model.build",
     "train/test_spec_data.py": "train.config train.data",
     "train/test_spec_loaders.py": "train.checkpoints.random_state",
     "train/test_pending_metrics.py": "train.loop train.trainer train.predicted.step train.steps.pending_metrics",

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import shardwise as sw
 from shardwise.testing import probe, run_on_ranks
+from tests.common.shapes import small_config
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.preload("transformers.models.t5.modeling_t5", "transformers.generation")
@@ -121,3 +122,32 @@ def test_families_equal_one_process():
                     torch.testing.assert_close(piece, expected, rtol=0, atol=1e-8, msg=f"{name}: {key}")
                     seen.add(key)
         assert seen == set(whole), name
+
+
+def left_padded(name, plan):
+    """The loss and norm of a step in bf16 on samples that begin with padding; attention adds masks of numbers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(small_config(name), attn_implementation="eager")
+    ids = torch.arange(48).view(4, 12)
+    mask = torch.ones_like(ids)
+    mask[::2, :5] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    model = sw.parallelize(model, sw.ParallelPlan(mp_policy=sw.PrecisionPolicy(param_dtype="bf16"), **plan))
+    return sw.train_step(model, batch, num_microbatches=2).item(), sw.clip_grad_norm(model, 1.0).item()
+
+
+def train_left_padded(plan):
+    """Of every model."""
+    results = []
+    for name in ("gemma2", "gpt_oss"):
+        torch.manual_seed(0)
+        results.append(left_padded(name, plan))
+    return results
+
+
+def test_masks_have_the_dtype_of_activations_on_every_stage():
+    """A mask of fp32 hides by a number that is infinite in bf16: rows that see nothing were NaN."""
+    whole = run_on_ranks(train_left_padded, 1, {"strategy": "ddp"})[0]
+    for results in run_on_ranks(train_left_padded, 2, {"strategy": "ddp", "pp": 2}):
+        assert results == [pytest.approx(values, rel=1e-3) for values in whole]

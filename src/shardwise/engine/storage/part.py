@@ -12,9 +12,9 @@ their step (:func:`hide_parts`, :func:`restore_parts`), as does the engine itsel
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import re
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -293,7 +293,9 @@ def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 def _layout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the layout; safetensors asks for it before it reads the memory of a tensor."""
-    if sys._getframe(2).f_globals.get("__name__") == "safetensors.torch":  # noqa: SLF001 - the caller
+    frame = inspect.currentframe()
+    caller = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
+    if caller is not None and caller.f_globals.get("__name__") == "safetensors.torch":
         raise _refusal(_PICKLING, args[0])
     return torch_private.as_plain(func, args, kwargs)
 

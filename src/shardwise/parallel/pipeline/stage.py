@@ -76,8 +76,8 @@ class Stages:
     """The stages of a model, of which this rank has some.
 
     Attributes:
-        compute_dtype: In a dry run, the dtype of floating-point activations if units cast them; ``None``: the dtype
-            found by the trace.
+        compute_dtype: The dtype of floating-point activations if units cast them; ``None``: the dtype found by the
+            trace, which is that of the masters. Masks that the model makes have the dtype of a placeholder.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Stages:
             The tensors for the next stage, in the order of ``flow.boundary``; for the last stage, the result of
             ``forward``.
         """
-        self._pass = _Pass(stage, flow, received, is_last=stage == self.num_stages - 1)
+        self._pass = _Pass(stage, flow, received, self.compute_dtype, is_last=stage == self.num_stages - 1)
         try:
             with contextlib.nullcontext() if self._pass.is_last else _without_user_hooks(self._model()):
                 return forward()
@@ -181,7 +181,7 @@ class Stages:
     @contextlib.contextmanager
     def backward_context(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor]) -> Iterator[None]:
         """Context of the backward of a pass, in which checkpoints in the model call stage modules again."""
-        self._pass = _Pass(stage, flow, received, recomputes=True)
+        self._pass = _Pass(stage, flow, received, self.compute_dtype, recomputes=True)
         try:
             yield
         finally:
@@ -220,6 +220,7 @@ class _Pass:
         stage: int,
         flow: StageFlow,
         received: Mapping[Source, Tensor],
+        compute_dtype: torch.dtype | None,
         *,
         is_last: bool = False,
         recomputes: bool = False,
@@ -229,6 +230,7 @@ class _Pass:
         self.recomputes = recomputes
         self._stage = stage
         self._flow = flow
+        self._compute_dtype = compute_dtype
         self._tensors = dict(received)  # received tensors, and those that this stage makes for the next one
         self._has_ended = False
 
@@ -269,7 +271,7 @@ class _Pass:
         """Return a tensor of another stage: received, or zeros that nothing uses."""
         tensor = self._tensors.get(source)
         if tensor is None:
-            tensor = zeros(leaf, device)
+            tensor = zeros(leaf, device, self._compute_dtype if leaf.dtype.is_floating_point else None)
         return tensor.clone(memory_format=torch.contiguous_format) if self._flow.writes_in_place else tensor
 
     def _store_outputs(self, number: int, output: Any) -> None:

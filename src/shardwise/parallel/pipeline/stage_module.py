@@ -309,6 +309,6 @@ def _like(tensor: Tensor, made: Tensor) -> Tensor:
     return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
 
 
-def zeros(like: Tensor, device: torch.device) -> Tensor:
-    """Make zeros that have the memory of one element."""
-    return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
+def zeros(like: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Make zeros that have the memory of one element; ``dtype`` is by default that of ``like``."""
+    return torch.zeros((), dtype=dtype or like.dtype, device=device).expand(like.shape)
