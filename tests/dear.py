@@ -48,18 +48,15 @@ def left_out(names: Iterable[str], turn: int) -> set[str]:
 def write(durations: Path) -> None:
     """Bring the list up to date: tests that did not run keep their seconds, those that are gone leave it."""
     found = read() | json.loads(durations.read_text("utf-8"))
-    there = {name: Path(name.partition("::")[0]) for name in found}
-    kept = {
-        name: seconds
-        for name, seconds in found.items()
-        if seconds > LEAST_S and there[name].exists() and _function(name) in there[name].read_text("utf-8")
-    }
+    kept = {name: seconds for name, seconds in found.items() if seconds > LEAST_S and exists(name)}
     lines = [f"{seconds:.1f} {name}\n" for name, seconds in sorted(kept.items())]
     LIST.write_text("".join(lines), "utf-8")
 
 
-def _function(name: str) -> str:
-    return f"def {name.partition('::')[2].partition('[')[0]}("
+def exists(name: str) -> bool:
+    """Whether a file of the tests has a test of this name."""
+    path, _, test = name.partition("::")
+    return Path(path).exists() and f"def {test.partition('[')[0]}(" in Path(path).read_text("utf-8")
 
 
 if __name__ == "__main__":

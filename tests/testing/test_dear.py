@@ -28,6 +28,11 @@ def test_a_week_is_repeated_by_its_number(monkeypatch: pytest.MonkeyPatch) -> No
     assert dear.week() == 2926
 
 
+def test_the_list_names_tests_that_there_are() -> None:
+    """A test that was renamed would run every week, and a run of the list would find nothing under its old name."""
+    assert [name for name in dear.read() if not dear.exists(name)] == []
+
+
 def test_the_list_keeps_what_did_not_run_and_forgets_what_is_cheap_or_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
