@@ -77,7 +77,9 @@ def train(name: str, schedule: str) -> tuple[list[tuple[str, int, torch.Tensor]]
         sw.train_step(model, batch(name), num_microbatches=NUM_MICROBATCHES)
     parameters = dict(model.named_parameters())
     extents = [extent for extent, _ in probe(model).extents()]
-    return [(e.name, e.start, parameters[e.name].grad.clone()) for e in extents if e.name in parameters], late
+    return [
+        (e.name, e.start, parameters[e.name].grad.to_local().clone()) for e in extents if e.name in parameters
+    ], late
 
 
 def _computing(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
