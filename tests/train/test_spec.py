@@ -419,7 +419,10 @@ class Others(sw.Callback):
         ({"data": 3}, "data=3: expected a data set or an iterable"),
         ({"metrics": {"a": None}}, r"metrics\['a'\]=None: expected something to call"),
         ({"callbacks": [print]}, "is not an sw.Callback"),
-        ({"callbacks": [Others()]}, r"Others.on_step_end is never called: .* one of on_start, on_step, on_evaluation"),
+        (
+            {"callbacks": [Others()]},
+            r"Others.on_step_end would never be called; .* calls on_start, on_step, on_evaluation",
+        ),
         ({"callbacks": [Others()]}, r"Others.on_save is called with \(run\), but takes \(\)"),
         ({"eval_data": [1]}, "eval_data without data"),
         ({"metrics": {"loss": print}}, "eval_loss is the held-out loss"),

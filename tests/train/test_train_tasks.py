@@ -14,6 +14,7 @@ from shardwise.cli import main
 from shardwise.spec.errors import ConfigError
 from shardwise.train.config.resolve import data_of, resolve
 from shardwise.train.config.sections import read_config
+from shardwise.train.data.pairs import missing_end
 from shardwise.train.data.token_files import DataError
 from shardwise.train.parity import compare_with_one_process
 from tests.common.tokenizers import TEXT, save_tokenizer
@@ -178,3 +179,29 @@ def test_answers_of_a_mixture_keep_their_masks_and_targets(tmp_path: Path, monke
     for key in ("inputs", "targets", "mask"):
         assert (getattr(rows, key) == np.concatenate([getattr(part, key) for part in parts])).all()
     assert both.num_targets([5, first + 3]) == apart[0].num_targets([5]) + apart[1].num_targets([3])
+
+
+def test_answers_end_once_and_a_cache_of_answers_without_ends_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("DATA", save(tmp_path, "answers")))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    end = tokenizer.eos_token_id
+    assert missing_end(tokenizer) == end
+
+    def targets() -> Any:
+        return data_of(resolve(read_config("run.yaml"), 1)).train.rows([3]).targets
+
+    with monkeypatch.context() as before:
+        for module in ("config.data", "data.pairs"):
+            before.setattr(f"shardwise.train.{module}.missing_end", lambda _tokenizer: None)
+        assert not (targets() == end).any()
+    assert (targets() == end).sum() == 1
+    ending = TemplateProcessing(single=f"$A {tokenizer.eos_token}", special_tokens=[(tokenizer.eos_token, end)])
+    tokenizer.backend_tokenizer.post_processor = ending
+    assert missing_end(tokenizer) is None

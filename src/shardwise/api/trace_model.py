@@ -63,7 +63,8 @@ def trace_model(
                 raise
             refusals[word] = caught
     if not found:
-        raise without_values_error(module, error := refusals["16 bit"], "sw.trace_model") from error
+        error = refusals["16 bit"]
+        raise without_values_error(module, error, "sw.trace_model") from error
     return TracedModel(
         name=type(module).__name__,
         narrow=found.get(torch.bfloat16, ()),

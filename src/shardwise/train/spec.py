@@ -178,7 +178,7 @@ def wrong_callback(each: Any) -> list[str]:
         return [f"{_show(each)} is not an sw.Callback"]
     kind, called = type(each).__name__, {name: part for name, part in vars(Callback).items() if name.startswith("on_")}
     wrong = [
-        f"{kind}.{name} is never called: a method on_... is one of {', '.join(called)}"
+        f"{kind}.{name} would never be called; rename it (a run calls {', '.join(called)})"
         for name in dir(each)
         if name.startswith("on_") and name not in called
     ]

@@ -58,7 +58,7 @@ _REBUILDS: dict[str, tuple[str, bool]] = {
 def install_guards(root: nn.Module, engine: Engine) -> None:
     """Install every guard on the modules below ``root``."""
     _guard_shards(engine)
-    _refuse_hooks(engine)
+    _replace_methods(engine)
     members = [(unit, member) for unit in engine.units for member in unit.members]
     unit_modules = {id(member.module()) for _, member in members}
     for unit, member in members:
@@ -110,10 +110,11 @@ def _guard_shards(engine: Engine) -> None:
             shard.requires_grad_(is_trained)
 
 
-def _refuse_hooks(engine: Engine) -> None:
-    """Make the parameters refuse hooks on gradients, which would never run: autograd sees the full parameters.
+def _replace_methods(engine: Engine) -> None:
+    """Replace methods of the parameters.
 
-    Whole parameters are pickled without this, and without marks.
+    Hooks on their gradients are refused, because they would never run: autograd sees the full parameters. A whole
+    parameter is pickled as a plain one, without the engine's attributes.
     """
     for group in engine.groups:
         for spec, shard in zip(group.layout.params, group.shards, strict=True):

@@ -28,12 +28,12 @@ def forward_loss(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, fo
         loss = scalar_loss(loss_fn(output, batch), "the loss function", "Return the mean over the batch")
         if loss.requires_grad and (names := model.__dict__.pop(UNCHECKED_KEY, None)):
             weights = {name: p for name, p in model.named_parameters() if name in names}
-            _refuse_weights(loss, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)], weights)
+            _refuse_read_weights(loss, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)], weights)
         return loss
     return scalar_loss(getattr(output, "loss", output), type(model).__name__)
 
 
-def _refuse_weights(loss: Tensor, outputs: Sequence[Tensor], weights: Mapping[str, Tensor]) -> None:
+def _refuse_read_weights(loss: Tensor, outputs: Sequence[Tensor], weights: Mapping[str, Tensor]) -> None:
     """Refuse a loss that reads a stage's weights by itself, not only by the model's outputs."""
     forward = {node for output in outputs for node in _nodes(output.grad_fn, set())}
     operations = {node for node in forward if not hasattr(node, "variable")}

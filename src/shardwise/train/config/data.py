@@ -15,12 +15,12 @@ from shardwise.train.config.hf import LanguageModel
 from shardwise.train.config.sections import DataSection, MixedSection, OneSource, RawConfig, inline
 from shardwise.train.data.chat import COMPLETION, PROMPT, TEXT, Chat, column_of
 from shardwise.train.data.examples import Texts, prepare
-from shardwise.train.data.pairs import Pairs
+from shardwise.train.data.pairs import Pairs, missing_end
 from shardwise.train.data.records import Form, first_row
 from shardwise.train.data.source import Source, find_source, mixture_of
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import BYTES, FolderTokenizer, Tokenizer, find_tokenizer, has_tokenizer
-from shardwise.train.task import CLASS, MASKED, Task
+from shardwise.train.task import ANSWER, CLASS, MASKED, Task
 
 
 def check_packing(raw: RawConfig, plan: ParallelPlan) -> bool:
@@ -151,6 +151,8 @@ def _tokenize_source(
     """Return text and rows as tokens, or as examples for conversations or pairs; written only if ``reads`` is set."""
     data, streams = raw.config.data, isinstance(section, DataSection) and section.streaming
     key: list[object] = [source.kind, section.column, section.learns, task.name, task.labels, tokenizer.vocab_size]
+    if task.name == ANSWER and isinstance(tokenizer, FolderTokenizer):
+        key += [end] if (end := missing_end(tokenizer.hf_tokenizer)) is not None else []
     try:
         if section.chat_template is not None:
             key.append(_read_template(section.chat_template))

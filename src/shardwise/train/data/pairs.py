@@ -44,11 +44,11 @@ class Pairs:
         inputs = self._encode_texts([text_of(location, row, self.column) for location, row in rows])
         if self.labels is None:
             targets = self._encode_texts([text_of(location, row, self.target) for location, row in rows])
-            end = self.tokenizer.eos_token_id
+            end = missing_end(self.tokenizer)
             for (location, _), target in zip(rows, targets, strict=True):
                 if not target:
                     raise DataError(f"{location} has an empty {self.target}.\n  Correct the row, or leave it out.")
-                if end is not None and end not in target:  # a tokenizer other than T5's or BART's may not add it
+                if end is not None:
                     target.append(end)
         else:
             targets = [[self._label(location, row.get(self.target))] for location, row in rows]
@@ -68,6 +68,12 @@ class Pairs:
                 f" {len(labels) - 1}, or a name in label2id of the model's config.json.\n  Correct the row."
             )
         return found
+
+
+def missing_end(tokenizer: Any) -> int | None:
+    """Return the token that ends answers if the tokenizer does not add it by itself, as T5's and BART's do."""
+    end = tokenizer.eos_token_id
+    return None if end is None or end in tokenizer("a", add_special_tokens=True)["input_ids"] else end
 
 
 @dataclass(frozen=True, slots=True)
