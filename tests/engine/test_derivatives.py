@@ -69,6 +69,20 @@ def test_second_derivatives_and_transforms_are_right_under_ddp():
         compare_each(lambda: Chain(num_blocks=0).head, forces, steps=2)
 
 
+@on_ranks(2)
+def test_a_pass_that_makes_a_graph_sends_nothing_and_refuses_an_older_forward():
+    model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="ddp"))
+    with sw.record_collectives(model) as events:
+        loss = gradient_penalty(model, 0, 0)
+    assert not events
+    loss.backward()
+    x = sample(0, 1).requires_grad_()
+    y = model(x).sum()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    message = refusal(StateError, torch.autograd.grad, y, x, create_graph=True)
+    assert "that ran before the last optimizer.step()" in message
+
+
 def derive(model: nn.Module, how: str) -> None:
     x = sample(0, 0)
     if how == "create_graph":

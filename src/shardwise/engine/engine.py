@@ -479,14 +479,12 @@ class Engine:
             self.recover()  # an earlier backward raised; this one is not nested in it
         if backward.is_under_way and ticket.generation == backward.generation:
             return
-        if torch.is_grad_enabled():
-            self.require_full_parameters("backward with create_graph=True", unit)
-            with torch.no_grad():
-                self.pre_backward(ticket, unit)
-            backward.makes_graph = True
-            return
         if ticket.version < unit.version:
             self._refuse_changed(unit, unit.shards_below(ticket.path), ticket.version)
+        if torch.is_grad_enabled():
+            self.require_full_parameters("backward with create_graph=True", unit)
+            ticket.mark_reached(unit)
+            return  # a gradient of a parameter, if one arrives, enters its unit
         if not backward.is_under_way:
             self._begin_backward(ticket.entry)
         ticket.generation = backward.generation

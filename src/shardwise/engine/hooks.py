@@ -84,7 +84,7 @@ def attach_tickets(make: Callable[[], Ticket], output: object, since: int) -> No
     ``since`` is autograd's sequence number at the start of the call.
     """
     ticket: Ticket | None = None
-    for tensor in trained_in(output):
+    for tensor in tensors_in(output):
         node = tensor.grad_fn
         if node is None or torch_private.sequence_number(node) < since:
             continue
@@ -168,18 +168,17 @@ class EndOfBackward:
                 notify()
 
 
-def trained_in(value: object, levels: int = 3) -> Iterator[Tensor]:
-    """Yield every tensor that requires grad in an output: in containers and in objects' attributes, ``levels`` deep."""
+def tensors_in(value: object, levels: int = 3) -> Iterator[Tensor]:
+    """Yield every tensor in an output: in containers and in objects' attributes, ``levels`` deep."""
     if isinstance(value, Tensor):
-        if value.requires_grad:
-            yield value
+        yield value
         return
     parts = parts_of(value)
     is_open = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, ModuleType))
     if parts is None and levels and is_open:
         parts, levels = tuple(vars(value).values()), levels - 1
     for part in parts or ():
-        yield from trained_in(part, levels)
+        yield from tensors_in(part, levels)
 
 
 # -- names in a profile
