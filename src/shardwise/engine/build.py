@@ -19,7 +19,6 @@ from shardwise.spec.layout import GroupLayout, ParamSpec, spread
 from shardwise.spec.module_chain import merged_name
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.policies import OffloadPolicy
-from shardwise.spec.quantize import NO_QUANTIZATION
 from shardwise.spec.slice import slice_of
 from shardwise.spec.unit_facts import EngineOptions, GroupFacts
 
@@ -107,9 +106,7 @@ def make_unit(
             is_sharded=own_placements.shards_optimizer,
         )
         is_offloaded = offload is not None and offload.covers(own_placements, is_trainable=kind.is_trainable)
-        in_blocks = kind.dtypes[0].is_floating_point and kind.frozen_as == "none"
-        quantization = options.quantization if in_blocks else NO_QUANTIZATION
-        packed_in = {kind.frozen_as, quantization.gather, quantization.reduce} - {"none"}
+        packed_in = {form for form in (stored_as, gathered_as, reduced_as) if form is not None}
         is_cut = own_placements.shards_optimizer and stored_as is None  # frozen weights have no optimizer
         shapes = [tuple(entry.parameter.shape) for entry in found]
         entries = [found[index] for index in spread(shapes, over.gather.size if is_cut else 1)]
