@@ -443,7 +443,7 @@ class Engine:
         for index in units_in(self.orders.forward):
             unit = self.units[index]
             is_packed = any(group.facts.gathered_as for group in unit.groups)
-            if unit.ahead[0] and not is_packed and unit.state is State.SHARDED and not self._is_current(unit):
+            if unit.ahead[0] and not is_packed and unit.state is State.SHARDED:
                 self._issue_gather(unit)
 
     def _is_kept(self, unit: Unit) -> bool:

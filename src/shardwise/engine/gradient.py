@@ -558,7 +558,7 @@ class Gradient:
         """Free the memory of ``.grad`` if every ``.grad`` is ``None``, except pinned memory of offloaded groups."""
         storage = self.storage
         is_kept = self.group.facts.is_offloaded  # pinned memory is slow to allocate
-        if is_kept or storage.tensor is None or storage.is_temporary or self.is_local or self.has_sums:
+        if is_kept or storage.tensor is None or self.is_local or self.has_sums:
             return
         storage.free()
 

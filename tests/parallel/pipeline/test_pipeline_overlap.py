@@ -142,8 +142,13 @@ def test_so_it_is_under_further_plans():
 # -- when
 
 
-def watch(options: dict[str, Any], tied: bool = False, kinds: Collection[str] = REDUCTIONS) -> list[str]:
-    """What a rank begins in the third step: computations, units that backward enters, collectives of these kinds."""
+def watch(
+    options: dict[str, Any], tied: bool = False, kinds: Collection[str] = REDUCTIONS, accumulates: bool = False
+) -> list[str]:
+    """What a rank begins in the third step: computations, units that backward enters, collectives of these kinds.
+
+    ``accumulates``: the second step sends no gradients, so that the third one uses the same parameters.
+    """
     model = pipeline(options, tied=tied)
     events: list[Any] = []
 
@@ -162,6 +167,7 @@ def watch(options: dict[str, Any], tied: bool = False, kinds: Collection[str] = 
                 events = stack.enter_context(sw.record_collectives(model))
                 stack.enter_context(note(ScheduleRunner, "execute", str))
                 stack.enter_context(note(Engine, "pre_backward", lambda _call, unit: f"enter {unit.name}"))
+            stack.enter_context(sw.gradient_sync(model, not (accumulates and step == 1)))
             sw.train_step(model, batch(), num_microbatches=M)
     return [
         event if isinstance(event, str) else f"{'reduce' if event.kind in REDUCTIONS else 'gather'} {event.unit}"
@@ -179,7 +185,7 @@ def watch_gathers() -> dict[str, list[str]]:
     """What a rank gathers before it computes or communicates with another stage, and what it gathers later."""
     found = {}
     for name, options in GATHERED.items():
-        events = watch(options, kinds=("all_gather",))
+        events = watch(options, kinds=("all_gather",), accumulates=name == "second of a window")
         first = next(place for place, event in enumerate(events) if not event.startswith("gather "))
         later = [event for event in events[first:] if event.startswith("gather ")]
         found[name] = [event.removeprefix("gather ") for event in events[:first]] + [f"later {each}" for each in later]
@@ -189,6 +195,7 @@ def watch_gathers() -> dict[str, list[str]]:
 GATHERED: dict[str, dict[str, Any]] = {
     "zero1": {"strategy": "zero1", "pipeline": "interleaved-1f1b"},
     "zero3": {"pipeline": "zb-v"},
+    "second of a window": {"pipeline": "zb-v"},
     "no prefetch": {"strategy": "zero1", "forward_prefetch": 0},
     "released": {"reshard_after_forward": True},
 }
@@ -200,6 +207,7 @@ def test_every_stage_is_gathered_from_the_beginning_of_a_step_on():
         assert found["zero1"] == ["root", *(f"blocks.{first + n}" for n in (0, 1, 4, 5))]
         ends = ("root", "blocks.0", "blocks.1", "blocks.6", "blocks.7")
         assert found["zero3"] == list(ends if rank < 2 else [f"blocks.{n}" for n in (2, 3, 4, 5)])
+        assert found["second of a window"] == found["zero3"]
         for name in ("no prefetch", "released"):
             assert found[name][0] == "later gather root"
 
