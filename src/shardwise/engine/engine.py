@@ -117,8 +117,6 @@ class Engine:
         """Remove the hooks: the units now belong to another engine."""
         for hook in self.hooks:
             hook.remove()
-        self.hooks.clear()
-        self._changes.clear()
         self.units = []
 
     @property
@@ -563,10 +561,9 @@ class Engine:
         backward = self.backward
         backward.is_under_way = True
         backward.makes_graph = torch.is_grad_enabled()
-        backward.had_sums = False
         for group in self.groups:
             group.copy_requires_grad()
-            backward.had_sums |= group.gradient.is_local
+        backward.had_sums = any(group.gradient.is_local for group in self.groups)
         backward.has_accumulated |= backward.had_sums
         backward.generation += 1
         self.orders.enter_backward(entry, anew=self._needs_negotiation(entry))
