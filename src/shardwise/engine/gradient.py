@@ -404,14 +404,23 @@ class Gradient:
             local.written[index] = True
         return local.by_param[index]
 
+    def has_local(self, index: int) -> bool:
+        """Whether this rank's collected gradients include one of a parameter."""
+        return self._local is not None and self._local.written[index]
+
+    def forget_local(self, index: int) -> None:
+        """Undo :meth:`local_views` for a parameter that no rank's backward has used."""
+        assert self._local is not None
+        self._local.written[index] = False
+
     def add(self, index: int, grad: Tensor, memory: GradientMemory) -> None:
         """Add ``grad``, which autograd did not bring to the full parameter, to this rank's gradient of a parameter."""
         _foreach(torch._foreach_add_, self.local_views(index, memory), self._split_gradient(index, grad))
 
     def has_collected(self, index: int) -> bool:
         """Whether sums of earlier microbatches include parameter ``index``, of which this rank owns elements."""
-        is_written = self._local is not None and self._local.written[index]
-        return (is_written or (self._partial is not None and self._used[index])) and not self._is_elsewhere(index)
+        is_partial = self._partial is not None and self._used[index]
+        return (self.has_local(index) or is_partial) and not self._is_elsewhere(index)
 
     def _is_elsewhere(self, index: int) -> bool:
         """Whether this rank owns no element of a parameter that has some."""

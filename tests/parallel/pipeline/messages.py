@@ -29,7 +29,7 @@ class Copies:
     Attributes:
         name: Name of the parameter.
         ranks: Pipeline ranks that hold it.
-        num_bytes: Bytes of its whole gradient, in the dtype in which gradients are added up.
+        num_bytes: Bytes of its full gradient and of one flag, in the dtype in which gradients are added up.
     """
 
     name: str

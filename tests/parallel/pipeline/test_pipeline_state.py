@@ -190,3 +190,23 @@ def test_a_buffer_that_every_stage_has_is_in_the_full_state_once():
     if torch.distributed.get_rank() == 0:
         assert list(state) == list(expected)
         assert all(torch.equal(state[key], value) for key, value in expected.items())
+
+
+class Scaled(Net):
+    """Has parameters of its own, which every stage holds: one is used, the other never."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.unused = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+@on_ranks(4)
+def test_a_parameter_of_several_stages_that_none_uses_has_no_gradient():
+    for strategy in ("ddp", "zero2", "zero3"):
+        model = sw.parallelize(Scaled().double(), sw.ParallelPlan(strategy=strategy, pp=2))
+        sw.train_step(model, (batch(0),), num_microbatches=NUM_MICROBATCHES)
+        assert model.unused.grad is None
+        assert model.scale.grad is not None

@@ -22,6 +22,7 @@ from shardwise.comm.base import Comm
 from shardwise.engine.attach import Step
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.module_buffers import sync_if_due
+from shardwise.engine.gradient import Gradient
 from shardwise.engine.storage.attachment import group_and_index
 from shardwise.engine.storage.waiting import WaitingSums
 from shardwise.engine.unit import State, Unit
@@ -235,20 +236,22 @@ def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]]
     """Add up the local gradients of parameters over the ranks that hold a copy, before they are reduced.
 
     Every copy gets the same sum, in rank order, so that copies stay bitwise equal. ``copies`` has, for each parameter,
-    the ranks of ``comm`` with a copy.
+    the ranks of ``comm`` with a copy. A parameter that none of them has used keeps no gradient.
 
     Collective:
-        Every rank of a parameter sends the full gradient to every other one.
+        Every rank of a parameter sends the full gradient to every other one, and a flag: whether it used the parameter.
     """
+    unused: list[tuple[Gradient, int, Tensor]] = []  # by this rank, with the number of the others that used it
     for parameter, ranks in copies.items():
         place = group_and_index(parameter)
         if place is None or not place[0].wants_gradients:
             continue
         group, index = place
         gradient, spec = group.gradient, group.layout.params[index]
+        is_used = gradient.has_local(index)
         views = gradient.local_views(index, engine.gradients)
-        own = views[0].new_empty(spec.numel)
-        torch._foreach_copy_(gradient.parts(index, own), views)
+        own = views[0].new_full((spec.numel + 1,), float(is_used))
+        torch._foreach_copy_(gradient.parts(index, own[:-1]), views)
         unit = f"copies of {spec.name}"
         terms = {peer: own if peer == comm.rank else torch.empty_like(own) for peer in ranks}
         peers = [peer for peer in ranks if peer != comm.rank]
@@ -257,4 +260,10 @@ def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]]
         total = terms[ranks[0]].clone()
         for peer in ranks[1:]:
             total += terms[peer]
-        torch._foreach_copy_(views, gradient.parts(index, total))
+        torch._foreach_copy_(views, gradient.parts(index, total[:-1]))
+        if not (is_used or total.is_meta):
+            unused.append((gradient, index, total[-1]))
+    flags = torch.stack([flag.float() for _, _, flag in unused]).tolist() if unused else []
+    for (gradient, index, _), flag in zip(unused, flags, strict=True):
+        if not flag:
+            gradient.forget_local(index)
