@@ -248,9 +248,11 @@ def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]]
             continue
         group, index = place
         gradient, spec = group.gradient, group.layout.params[index]
+        if spec.numel == 0:
+            continue
         is_used = gradient.has_local(index)
         views = gradient.local_views(index, engine.gradients)
-        own = views[0].new_full((spec.numel + 1,), float(is_used))
+        own = torch.full((spec.numel + 1,), float(is_used), dtype=group.reduce_dtype, device=group.device)
         torch._foreach_copy_(gradient.parts(index, own[:-1]), views)
         unit = f"copies of {spec.name}"
         terms = {peer: own if peer == comm.rank else torch.empty_like(own) for peer in ranks}
@@ -263,7 +265,7 @@ def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]]
         torch._foreach_copy_(views, gradient.parts(index, total[:-1]))
         if not (is_used or total.is_meta):
             unused.append((gradient, index, total[-1]))
-    flags = torch.stack([flag.float() for _, _, flag in unused]).tolist() if unused else []
+    flags = torch.stack([flag.real.float() for _, _, flag in unused]).tolist() if unused else []
     for (gradient, index, _), flag in zip(unused, flags, strict=True):
         if not flag:
             gradient.forget_local(index)
