@@ -183,6 +183,23 @@ def test_lists_of_parts_that_share_their_memory_keep_their_shapes():
     assert [each.shape for each in torch._foreach_add(gradients, gradients)] == [(1, 6), (2,)]
 
 
+def test_lists_of_parts_and_of_whole_tensors_keep_which_is_which():
+    """Under ``tp`` a rank has some parameters in full, in the memory of its parts."""
+    values = torch.arange(1.0, 9.0)
+    mixed = [Part.of_gradient(values[:6].view(1, 6), None), values[6:]]
+    torch._foreach_mul_(mixed, 2.0)
+    averages = [torch.zeros(1, 6), torch.zeros(2)]
+    torch._foreach_lerp_(averages, mixed, 0.5)
+    made = torch._foreach_add(mixed, averages)
+    assert values.tolist() == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert [each.tolist() for each in (averages[1], made[1])] == [[7, 8], [21, 24]]
+    for each in (mixed, averages, made):
+        assert isinstance(each[0], Part)
+        assert type(each[1]) is Tensor
+        with pytest.raises(StateError):
+            torch._foreach_norm(each)
+
+
 @pytest.mark.parametrize("write", [Tensor.add_, Tensor.__iadd__, lambda a, part: torch._foreach_add_([a], [part])])
 def test_a_tensor_that_a_part_would_be_broadcast_into_is_refused_before_it_is_written(write):
     for part in parts():

@@ -352,16 +352,19 @@ class _OperatorCheck(torch_private.TorchDispatchMode):
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self._parts: dict[int, tuple[Tensor, Part]] = {}  # by memory: a tensor that keeps it alive, and its origin
+        self._whole: set[int] = set()  # ``id`` of other arguments, which may share the memory of a group with parts
         for each in tensors_in((args, kwargs)):
             if isinstance(each, Part):
                 self._parts[torch_private.storage_identity(each)] = each, each
+            else:
+                self._whole.add(id(each))
 
     def parts_in(self, value: object) -> Iterator[Any]:
         """Yield the parts from which tensors in ``value`` were computed."""
         for each in tensors_in(value):
             if isinstance(each, Part):  # its memory would not tell, because all parts of a group share it
                 yield each
-            elif each.layout is torch.strided:
+            elif each.layout is torch.strided and id(each) not in self._whole:
                 yield from self._parts.get(torch_private.storage_identity(each), ())[1:]
 
     def __torch_dispatch__(  # pyrefly: ignore[bad-override] - torch's own stub has no defaults
@@ -382,12 +385,29 @@ class _OperatorCheck(torch_private.TorchDispatchMode):
         if not (is_kept or is_tagged):
             raise _refusal(bare, parts[0])
         changed = args[0] if name.endswith("_") else ()
-        _check_shapes(() if is_kept else changed, parts)
+        before = [*self._computed(changed, name, args, parts)]
+        for each, origins in () if is_kept else before:
+            _check_shapes(each, origins)
         result = func(*args, **kwargs)
-        _check_shapes(() if is_kept else result, parts)
-        for each in tensors_in((result, changed)):
-            self._parts[torch_private.storage_identity(each)] = each, _mark(each, parts, name)
+        after = [*self._computed(result, name, args, parts)]
+        for each, origins in () if is_kept else after:
+            _check_shapes(each, origins)
+        for made, origins in (*after, *before):
+            for each in tensors_in(made):
+                self._parts[torch_private.storage_identity(each)] = each, _mark(each, origins, name)
         return result
+
+    def _computed(
+        self, made: Any, name: str, args: tuple[Any, ...], parts: Sequence[Part]
+    ) -> Iterator[tuple[Any, Sequence[Part]]]:
+        """Yield what an operator makes or changes with its parts; of lists (``foreach``) each tensor with its own."""
+        if "foreach" not in name:
+            yield made, parts
+            return
+        for index, each in enumerate(made or ()):
+            columns = [column[index] if isinstance(column, list | tuple) else column for column in args]
+            if origins := [*self.parts_in(columns)]:
+                yield each, origins
 
 
 def _check_shapes(made: Any, parts: Sequence[Part]) -> None:
