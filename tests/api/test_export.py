@@ -207,24 +207,37 @@ def test_a_run_is_exported_from_its_files_alone(
     assert all(torch.allclose(a, b.float(), atol=0.1) for a, b in pairs)
 
 
-def export_adapted(folder: str) -> dict[str, Tensor]:
+def export_adapted(folder: str, plan: sw.ParallelPlan, layers: list[int]) -> dict[str, Tensor]:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for a name of before
     torch.manual_seed(1)
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    targets = {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": layers}
+    config = LoraConfig(r=2, lora_alpha=4, **targets, init_lora_weights=False)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(f"{folder}/base"), config)
-    model.add_adapter("other", LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False))
+    other = LoraConfig(r=3, target_modules=["q_proj"], layers_to_transform=layers, init_lora_weights=False)
+    model.add_adapter("other", other)
     model.set_adapter("default")
-    model = sw.parallelize(model, "zero3")
+    model = sw.parallelize(model, plan)
     sw.export(f"{folder}/adapter", model)
     sw.export(f"{folder}/merged", model, merge_adapter=True)
     return sw.full_state_dict(model)
 
 
 @pytest.mark.preload("transformers.models.llama.modeling_llama", "peft")
-def test_of_a_model_with_adapters_the_active_one_is_written_by_itself_or_merged(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plan", "layers"),
+    [
+        (sw.ParallelPlan(strategy="zero3"), [0, 1]),
+        (sw.ParallelPlan(pp=2), [0, 1]),
+        (sw.ParallelPlan(pp=2), [1]),
+    ],
+    ids=["zero3", "pp", "pp, on one stage"],
+)
+def test_of_a_model_with_adapters_the_active_one_is_written_by_itself_or_merged(
+    plan: sw.ParallelPlan, layers: list[int], tmp_path: Path
+) -> None:
     pytest.importorskip("peft", reason="the lora extra is not installed")
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -232,13 +245,13 @@ def test_of_a_model_with_adapters_the_active_one_is_written_by_itself_or_merged(
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=50, **shape)).save_pretrained(tmp_path / "base")
-    state = run_on_ranks(export_adapted, 2, str(tmp_path), timeout_s=60)[0]
+    state = run_on_ranks(export_adapted, 2, str(tmp_path), plan, layers, timeout_s=60)[0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for a name of before
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
     adapter = {name: value for name, value in loaded.state_dict().items() if "lora" in name}
-    assert len(adapter) == 2 * 2 * 2
+    assert len(adapter) == 2 * 2 * len(layers)
     assert all(torch.equal(value, state[name]) for name, value in adapter.items())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     for name, value in loaded.merge_and_unload().state_dict().items():

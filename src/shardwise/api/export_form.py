@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.api.model import logical_shape
 from shardwise.models.transformer import GPT
+from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.hf_cache import local_folder
 from shardwise.spec.shape.gpt import GPTConfig
@@ -65,6 +66,12 @@ def form_of(model: nn.Module, *, merges: bool = False) -> Form:
     )
 
 
+def _whole(model: Any) -> Any:
+    """Return the model with the modules of all ranks: for a pipeline a copy without values."""
+    pipelined = pipelined_of(model)
+    return model if pipelined is None else pipelined.meta_copy
+
+
 class OfTransformers:
     """A model of transformers. Tensors merged or renamed at loading are converted back, as in ``save_pretrained``."""
 
@@ -72,7 +79,7 @@ class OfTransformers:
 
     def __init__(self, model: Any, in_files: Mapping[str, nn.Parameter] | None = None) -> None:
         self._model = model
-        parameters = dict(model.named_parameters(remove_duplicate=False)) if in_files is None else in_files
+        parameters = dict(_whole(model).named_parameters(remove_duplicate=False)) if in_files is None else in_files
         tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
         #: The name that a tied weight has in files, by its other names.
         self._kept = {alias: name for alias, name in tied.items() if parameters.get(alias) is parameters.get(name, 0)}
@@ -144,7 +151,7 @@ def _only_adapter(model: Any) -> str:
 
 
 def _active_adapters(model: Any) -> list[str]:
-    for module in model.modules():
+    for module in (*model.modules(), *_whole(model).modules()):  # a stage of a pipeline may have no adapter
         adapters = getattr(module, "active_adapters", None)
         if isinstance(adapters, list) and hasattr(module, "base_layer"):
             return adapters
@@ -185,7 +192,7 @@ class Adapter:
         self._config = model.peft_config[self._name]
         #: Suffixes of the names of the base model's biases that are trained with the adapter.
         self._biases = {"none": (), "all": (".bias",), "lora_only": (".base_layer.bias",)}[self._config.bias]
-        self._names, self._resized = _names(model), _resized(model, self._config.base_model_name_or_path)
+        self._names, self._resized = _names(_whole(model)), _resized(model, self._config.base_model_name_or_path)
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the adapter's tensors only, by their names in files."""
@@ -223,12 +230,12 @@ class Merged:
 
     def __init__(self, model: Any) -> None:
         name = _only_adapter(model)
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._name, self._adapters, names = name, tuple(model.peft_config), _names(model)
+        base, whole = model.get_base_model() if hasattr(model, "get_base_model") else model, _whole(model)
+        self._name, self._adapters, names = name, tuple(model.peft_config), _names(whole)
         self._layers = {
-            path.removeprefix(_PREFIX): layer for path, layer in model.named_modules() if hasattr(layer, "base_layer")
+            path.removeprefix(_PREFIX): layer for path, layer in whole.named_modules() if hasattr(layer, "base_layer")
         }
-        uses = Counter(id(each) for _, each in base.named_parameters(remove_duplicate=False))
+        uses = Counter(id(each) for _, each in whole.named_parameters(remove_duplicate=False))
         for path, layer in self._layers.items():
             weight = getattr(layer.base_layer, "weight", None)  # missing for several experts in one tensor
             is_linear = isinstance(weight, Tensor) and weight.dim() == 2
@@ -244,7 +251,7 @@ class Merged:
                     "  Export the adapter by itself, without merge_adapter (--merge)."
                 )
         self._in_files = {first: [*filter(None, map(self._name_in_files, names[first]))] for first in names}
-        named = dict(model.named_parameters())
+        named = dict(whole.named_parameters())
         self._plain = OfTransformers(base, {name: named[first] for first in names for name in self._in_files[first]})
 
     def _name_in_files(self, name: str) -> str | None:
