@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import shardwise as sw
@@ -92,7 +93,7 @@ def test_a_trace_of_our_gpt_says_what_arithmetic_says(precision: str, changes: d
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_saved_bytes_are_what_autograd_holds_between_forward_and_backward(dtype: torch.dtype) -> None:
-    from shardwise.measure.trace import FusedKernels
+    from shardwise.measure.meta import FusedAttention
 
     model = sw.models.gpt("gpt-tiny", device="meta", dropout=0.1)
     tokens = torch.zeros(2, 32, dtype=torch.int64)
@@ -100,7 +101,7 @@ def test_saved_bytes_are_what_autograd_holds_between_forward_and_backward(dtype:
     saved = sum(unit.count * unit.saved_bytes for unit in (found.wide if dtype is torch.float32 else found.narrow))
     model = model.to(dtype)
     count = StorageCount("meta")
-    with torch.device("meta"), count, FusedKernels():
+    with torch.device("meta"), count, FusedAttention(is_cuda=True):
         for tensor in [*model.parameters(), *model.buffers(), batch := tokens.to("meta")]:
             count.see(tensor)
         gc.collect()
@@ -201,6 +202,11 @@ def _layers() -> nn.Module:
     return nn.Sequential(*(each for _ in range(8) for each in (nn.Linear(64, 64), nn.GELU())), nn.Linear(64, 1))
 
 
+def _wide_layers() -> nn.Module:
+    """Blocks inside which tensors are eight times as large as between them."""
+    return nn.Sequential(*(nn.TransformerEncoderLayer(32, 2, 256, dropout=0.0, batch_first=True) for _ in range(8)))
+
+
 @pytest.mark.parametrize(
     ("build", "shape", "recompute"),
     [
@@ -209,6 +215,7 @@ def _layers() -> nn.Module:
         (lambda: _stem(0), (8, 3, 64, 64), "none"),
         (lambda: _stem(3), (8, 3, 64, 64), "none"),
         (lambda: _stem(3), (8, 3, 64, 64), "full"),
+        (_wide_layers, (16, 64, 32), "none"),
     ],
 )
 def test_the_peak_of_a_model_that_is_not_all_blocks_is_that_of_a_dry_run(
@@ -221,6 +228,39 @@ def test_the_peak_of_a_model_that_is_not_all_blocks_is_that_of_a_dry_run(
     planned = memory_on("cpu", found, plan, Workload(seq_len=1, precision="fp32", **each))
     run = sw.dry_run(build, plan, world_size=2, batch=batch, backend="gloo", optimizer="adamw", **how)
     assert planned.allocated_bytes == pytest.approx(sum(run.bytes_by_category.values()), rel=0.03)
+
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 64, "pad_token_id": 0}
+T5 = {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 128, "vocab_size": 64, "decoder_start_token_id": 0}
+DEBERTA = {**SIZES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "recompute", "is_hidden"),
+    [
+        ("t5", T5, "none", True),  # every layer adds the mask to its bias
+        ("t5", T5, "none", False),
+        ("bert", SIZES, "selective", True),  # attention drops, and is computed again
+        ("deberta-v2", DEBERTA, "selective", True),  # its scores are thin products, and computed again
+    ],
+)
+def test_a_layer_of_a_padded_batch_keeps_the_bytes_of_a_dry_run(
+    family: str, sizes: dict[str, Any], recompute: str, *, is_hidden: bool
+) -> None:
+    tokens = torch.ones(4, 256, dtype=torch.int64)
+    mask = tokens.clone()
+    mask[0, 200:] = not is_hidden
+    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
+    plan = sw.ParallelPlan(dp_shard=8, mp_policy="bf16", activation_checkpointing=recompute)
+    planned, run = [], []
+    for layers in (4, 8):
+        config = transformers.CONFIG_MAPPING[family](**sizes, num_hidden_layers=layers, num_layers=layers)
+        kind = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForMaskedLM
+        build = functools.partial(kind.from_config, config)
+        job = Workload(seq_len=256, global_batch=32, micro_batch=4, recompute=recompute)
+        planned.append(memory_on("cuda", sw.trace_model(build().to("meta"), batch), plan, job).allocated_bytes)
+        run.append(sw.dry_run(build, plan, world_size=8, batch=batch, backend="nccl").peak_bytes)
+    assert planned[1] - planned[0] == pytest.approx(run[1] - run[0], rel=0.01)
 
 
 def test_frozen_weights_have_no_product_for_their_gradient_and_are_not_trained() -> None:

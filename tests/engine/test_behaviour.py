@@ -190,12 +190,19 @@ def freeze_all_but_the_head(model, step):
         parameter.requires_grad_("head" in name or step % 2 == 1)
 
 
+def frozen_before_backward(model, rank, step):
+    loss = plain_loss(model, rank, step)
+    model.blocks[step].requires_grad_(False)
+    return loss
+
+
 @on_ranks(2, 3)
 def test_requires_grad_may_be_switched_between_steps():
     compare_each(frozen_but_for_the_last, plain_loss, steps=6, between=lambda m, s: thaw(m, s + 1))
     compare_each(Chain, plain_loss, steps=6, between=freeze_gradually)
     compare_each(Chain, plain_loss, steps=6, between=toggle)
     compare_each(Chain, plain_loss, steps=5, between=freeze_all_but_the_head)
+    compare_each(Chain, frozen_before_backward)
 
 
 # -- requires_grad switched inside a step

@@ -357,6 +357,31 @@ def test_grouped_queries_save_neither_scores_nor_repeated_keys(is_cuda, dtype, m
         assert found == saved_bytes("cpu")  # what the real kernel saves
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_torchs_multihead_attention_saves_on_meta_what_it_saves_on_the_device(masked):
+    from shardwise.measure.meta import FusedAttention
+
+    def saved_bytes(device):
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, device=device)
+        x = torch.zeros(2, 128, 32, device=device, requires_grad=True)
+        hidden = torch.zeros(2, 128, dtype=torch.bool, device=device) if masked else None
+        saved = {}
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (saved.setdefault(id(t.untyped_storage()), t), t)[1], lambda t: t
+        )
+        with hooks:
+            layer(x, src_key_padding_mask=hidden).sum().backward()
+        return sum(
+            t.untyped_storage().nbytes() for t in {t.untyped_storage()._cdata: t for t in saved.values()}.values()
+        )
+
+    with FusedAttention(is_cuda=False):
+        found = saved_bytes("meta")
+    assert found == saved_bytes("cpu")
+    with FusedAttention(is_cuda=True):
+        assert saved_bytes("meta") < 1.1 * found
+
+
 # -- any model, any world
 
 

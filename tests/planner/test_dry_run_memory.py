@@ -105,6 +105,14 @@ CASES = [
         *(4, 1, "fp32"),
     ),
     (FEW_WORDS, {"strategy": "zero3", "cp": 4, "activation_checkpointing": "selective"}, 4, 1, "bf16"),
+    # Attention that draws random numbers is not kept.
+    ({**FEW_WORDS, "dropout": 0.1}, {"strategy": "zero3", "activation_checkpointing": "selective"}, 4, 1, "bf16"),
+    # The first and the last stage exchange the gradient of their common weight.
+    (
+        {**SHORT, "tied": True, "vocab_size": 65536},
+        {"strategy": "zero1", "pp": 2, "pipeline": "1f1b", "activation_checkpointing": "full"},
+        *(1, 2, "fp32"),
+    ),
     ({**FEW_WORDS, "num_experts": 4}, {"strategy": "zero3", "ep": 2}, 2, 1, "bf16"),
     ({**FEW_WORDS, "num_experts": 8}, {"strategy": "zero3", "ep": 8}, 2, 2, "bf16"),
 ]
@@ -215,6 +223,7 @@ PIPELINE = {"strategy": "zero1", "pp": 2, "pipeline": {"schedule": "1f1b", "num_
         ("mistral", {"sliding_window": 64}, {}),  # a mask for each layer, and keys and values for every head
         ("phi3", {"sliding_window": 64}, {}),
         ("gemma2", {"vocab_size": 8192, "head_dim": 32}, {}),  # the head's logits are capped too
+        ("gemma2", {"head_dim": 32}, {"activation_checkpointing": "selective"}),  # scores are computed again
         ("gpt_oss", {**MIXTURE, "sliding_window": 64, "num_hidden_layers": 8}, {**PIPELINE, **ALL}),  # masks are kept
     ],
 )

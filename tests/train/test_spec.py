@@ -525,7 +525,8 @@ def test_a_spec_is_planned_run_dry_and_compared_with_one_process(
     (tmp_path / "run.yaml").write_text(CONFIG)
     assert main(["plan", "--spec", SPEC, "--gpus", "2", "--gpu", "H100-80GB-SXM", "--out", "plan.yaml"]) == 0
     assert "Towers, 34,753 parameters" in capsys.readouterr().out
-    assert resolve(read_config(tmp_path / "plan.yaml"), 2).batch.total == 16
+    planned = resolve(read_config(tmp_path / "plan.yaml"), 2)
+    assert (planned.batch.total, planned.plan.precision.param_dtype) == (16, "bf16")
     assert main(["dry-run", "run.yaml", "--spec", SPEC, "--world-size", "2", "--json", "dry.json"]) == 0
     (dry,) = json.loads((tmp_path / "dry.json").read_text())
     assert dry["num_parameters"] == 34753

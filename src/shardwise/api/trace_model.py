@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.cost.traced import TracedModel
 from shardwise.cost.unit import UnitWork
-from shardwise.measure.meta import without_values, without_values_error
+from shardwise.measure.meta import hides_tokens, without_values, without_values_error
 from shardwise.measure.trace import trace
 from shardwise.nested import forgets_meta
 from shardwise.parallel.pipeline.batch import Forward, LossFn, forward_loss, num_rows
@@ -37,8 +37,9 @@ def trace_model(
 
     Args:
         module: A plain module, on any device, meta included. Units are those of ``auto_wrap_policy="auto"``.
-        example_batch: Samples of one microbatch, as for ``sw.train_step``; only shapes and dtypes matter. Estimates for
-            another number of samples are scaled in proportion.
+        example_batch: Samples of one microbatch, as for ``sw.train_step``; only shapes and dtypes matter, and whether
+            its attention mask hides tokens (one on meta is assumed to). Estimates for another number of samples are
+            scaled in proportion.
         loss_fn: As for ``sw.train_step``: ``loss_fn(output, batch)``. ``None``: the output's ``loss``, or the output.
         forward: As for ``sw.train_step``.
 
@@ -57,7 +58,8 @@ def trace_model(
     for dtype, word in ((torch.bfloat16, "16 bit"), (torch.float32, "fp32")):
         inputs = _in_dtype(batch, dtype)
         try:
-            found[dtype] = trace(module, functools.partial(forward_loss, module, inputs, loss_fn, forward), dtype)
+            step = functools.partial(forward_loss, module, inputs, loss_fn, forward)
+            found[dtype] = trace(module, step, dtype, hides_tokens=hides_tokens(example_batch))
         except (NotImplementedError, RuntimeError) as caught:
             if isinstance(caught, StateError):
                 raise

@@ -373,7 +373,8 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
     if "in_backward" in raw.given_keys("optimizer"):
         fixed["in_backward"] = config.optimizer.in_backward
     policy = PrecisionPolicy.parse(fixed["mp_policy"]).param_dtype if fixed.get("mp_policy") else None
-    computed = policy or (stored if stored is not None and item_bytes(stored) == 2 else "fp32")
+    unsaid = "auto" if path is None else "fp32"  # a spec alone leaves the dtype to the plan, as a model's name does
+    computed = policy or (stored if stored is not None and item_bytes(stored) == 2 else unsaid)
     return Subject(
         shape,
         model,

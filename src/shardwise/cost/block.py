@@ -130,10 +130,7 @@ class _Count:
         experts, base = self._expert_parameters(), self._shared_parameters()
         kept = (p for p in (*self.products, *adapted) if not is_thin(p.inner, p.columns))
         outputs = sum(e * p.rows * p.columns * p.count for p in kept)
-        attended = rank.degrees.cp * sum(  # the ring attends once for each rank's keys
-            e * work.queries * work.width + work.queries * work.heads * (4 if work.is_fused else e * work.keys)
-            for work in self.attention
-        )
+        attended = rank.degrees.cp * sum(map(self._attended, self.attention))  # the ring attends for each rank's keys
         return UnitWork(
             name="block",
             count=1,
@@ -152,6 +149,16 @@ class _Count:
             late_bytes=self._late_bytes(e * weights - saved),
             exchanges=tuple(self.exchanges),
         )
+
+    def _attended(self, work: AttentionWork) -> float:
+        """Bytes of the outputs of attention that selective recomputation saves."""
+        if not work.is_fused:
+            thin = is_thin(self.block.attention.head_dim, work.keys)
+            scores = 0.0 if thin else work.queries * work.heads * work.keys
+            return self.rank.itemsize * (work.queries * work.width + scores)
+        if self.block.attention.has_dropout:  # its random numbers are drawn again
+            return 0.0
+        return self.rank.itemsize * work.queries * work.width + 4 * work.queries * work.heads
 
     def _product(
         self, rows: float, inner: float, columns: float, count: int = 1, *, is_batched: bool = False, parts: int = 1

@@ -154,8 +154,8 @@ class FusedAttention(torch_private.GroupedProducts):
     With meta tensors torch uses the plain formula of attention, which saves the matrix of scores for backward. The
     fused kernels save their inputs, the output and one number per row. A GPU's dropout saves a mask of bytes.
 
-    A model that reads a value of a meta tensor fails, with one exception. Before transformers makes masks, it reads
-    whether sequences are packed (the answer is no) and whether the given mask hides tokens.
+    A model that reads a value of a meta tensor fails, with exceptions. Before transformers makes masks, it reads
+    whether sequences are packed (the answer is no) and whether the given mask hides tokens, as ``mask.all()`` does.
 
     Args:
         is_cuda: Use the kernels of a GPU (flash attention in 16 bit, memory-efficient attention otherwise, which also
@@ -173,12 +173,17 @@ class FusedAttention(torch_private.GroupedProducts):
         kwargs = kwargs or {}
         if func is Tensor.__bool__ and args[0].is_meta and (asker := _asker_for_masks()):
             return asker == "find_packed_sequence_indices" or not self._hides_tokens
+        if func in {Tensor.all, torch.all} and len(args) == 1 and not kwargs and args[0].is_meta:
+            return torch.tensor(not self._hides_tokens, device="cpu")
         if func is F.dropout and self._is_cuda:
             return _dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             output = self._attend(*args, **kwargs)
             if output is not None:
                 return output
+        if func is F.multi_head_attention_forward:
+            with _computed_here(), self:
+                return func(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
     def _attend(  # noqa: PLR0917 - torch's signature
@@ -216,6 +221,21 @@ class FusedAttention(torch_private.GroupedProducts):
             attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001 - an operator's name
         return kernel(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]  # noqa: FBT003
+
+
+@contextlib.contextmanager
+def _computed_here() -> Iterator[None]:
+    """Let a mode see the functions that ``F.multi_head_attention_forward``, of ``nn.MultiheadAttention``, calls.
+
+    torch would pass it to the mode as one function, and compute what it calls without the mode.
+    """
+    names = vars(F)
+    before = names["has_torch_function"]
+    names["has_torch_function"] = lambda _tensors: False
+    try:
+        yield
+    finally:
+        names["has_torch_function"] = before
 
 
 def _dropout(

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter
 from shardwise import torch_private
 from shardwise.cost.part import Part
 from shardwise.cost.unit import AttentionWork, Product, UnitWork
-from shardwise.engine.extensions.selective import operators
+from shardwise.engine.extensions.selective import is_random, operators
 from shardwise.engine.extensions.wrap import assign_parameters, find_units
 from shardwise.measure.meta import FusedAttention, on_meta
 from shardwise.measure.shapes import KnownShapes
@@ -52,21 +52,6 @@ _FILLS = {
 EMBEDDING, HEAD = "embedding", "head"
 
 
-class FusedKernels(FusedAttention):
-    """Uses a GPU's kernels on meta.
-
-    ``mask.all()``, which transformers' models evaluate, is true: samples have no padding.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(is_cuda=True)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in {Tensor.all, torch.all} and len(args) == 1 and not kwargs and args[0].is_meta:
-            return torch.ones((), dtype=torch.bool, device="cpu")
-        return super().__torch_function__(func, types, args, kwargs)
-
-
 @dataclass
 class _Found:
     """The observed work of one unit."""
@@ -82,13 +67,16 @@ class _Found:
     num_kernels: int = 0
 
 
-def trace(model: nn.Module, compute_loss: Callable[[], Tensor], dtype: torch.dtype) -> tuple[UnitWork, ...]:
+def trace(
+    model: nn.Module, compute_loss: Callable[[], Tensor], dtype: torch.dtype, *, hides_tokens: bool
+) -> tuple[UnitWork, ...]:
     """The work of a model's units in one step.
 
     Args:
         model: Any module. Its tensors are replaced by meta tensors during the trace, and restored afterwards.
         compute_loss: Runs the model's forward on meta tensors, and returns the loss.
         dtype: Dtype of floating-point parameters in the trace.
+        hides_tokens: As in ``FusedAttention``.
 
     Returns:
         The work before the first unit, of the units of ``auto_wrap_policy="auto"`` in the order of their forwards
@@ -97,7 +85,7 @@ def trace(model: nn.Module, compute_loss: Callable[[], Tensor], dtype: torch.dty
     units = find_units(model, "auto")
     with on_meta(model, dtype), torch.device("meta"), _in_training(model):
         tracer = _Tracer(model, units)
-        with KnownShapes(), tracer, FusedKernels():
+        with KnownShapes(), tracer, FusedAttention(is_cuda=True, hides_tokens=hides_tokens):
             loss = compute_loss()
             tracer.begin_backward()
             torch_private.backward_under_modes([loss])
@@ -242,7 +230,7 @@ class _Tracer(TorchDispatchMode):
         else:
             found.attention.append(_attention(func, args))
             found.num_kernels += 1
-        if func in _KEPT:
+        if func in _KEPT and not is_random(func, args, {}):
             found.selective_bytes += sum(map(_extent, outputs))
 
     def _inputs_read(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from shardwise.cost.work import UnitWork, item_bytes
 from shardwise.cost.workload import Workload
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.policies import is_thin
 from shardwise.spec.shape import Block, Experts, ModelShape
 
 
@@ -67,7 +68,7 @@ def block_saved(unit: UnitWork, block: Block | None, around: Around, recompute: 
         recompute: ``"none"``, ``"selective"`` (outputs of products and attention are kept) or ``"full"``.
     """
     if block is None:
-        passing = 2 * unit.stream_bytes + unit.inner_bytes
+        passing = max(2 * unit.stream_bytes + unit.inner_bytes, unit.largest_bytes)  # a gradient of each kind
         return Saved(unit.kept_bytes(recompute), unit.saved_bytes, passing, unit.stream_bytes)
     scores, products_of_scores = _unfused(unit, block, around)
     products, saved, passing = _mixture(unit, block, around)
@@ -100,7 +101,7 @@ def weight_terms(unit: UnitWork, around: Around) -> float:
 
 
 def _unfused(unit: UnitWork, block: Block, around: Around) -> tuple[float, float]:
-    """Bytes saved in addition if no kernel fuses attention, and the part of them that are outputs of products.
+    """Bytes saved in addition if no kernel fuses attention, and the part that selective recomputation saves too.
 
     Scores are saved, and keys and values are repeated. For families without any fused kernel in transformers, ``unit``
     already counts the scores.
@@ -110,7 +111,8 @@ def _unfused(unit: UnitWork, block: Block, around: Around) -> tuple[float, float
         return 0.0, 0.0
     repeated = 2 * around.item * around.tokens(unit) * (attention.q_width - attention.kv_width) / around.plan.tp
     pairs = sum(work.queries * work.keys * work.heads for work in unit.attention)
-    return repeated + pairs * around.item, pairs * around.item
+    is_computed_again = all(is_thin(attention.head_dim, work.keys) for work in unit.attention)
+    return repeated + pairs * around.item, 0.0 if is_computed_again else pairs * around.item
 
 
 def _mixture(unit: UnitWork, block: Block, around: Around) -> tuple[float, float, float]:

@@ -94,6 +94,10 @@ class Rank:
         update = self._moment(0.0, sums, 0.0, 0.0)
         update["optimizer"] += self.update_bytes
         yield "optimizer", update
+        if self.rules.is_pipeline and self.is_tied and self.stage.has_embedding != self.stage.has_head:
+            copies = 1 + self.rules.placements.shards_optimizer  # another's gradient; one's own, in one piece
+            moved = copies * self.states.root.sums
+            yield "sum over copies", self._moment(0.0, self._over_units("sums"), 0.0, moved)
 
     @property
     def offloaded_bytes(self) -> float:

@@ -304,14 +304,15 @@ FULL_PRECISION = PrecisionPolicy(param_dtype=None, reduce_dtype=None)
 OPERATOR_FAMILIES = ("matmul", "attention")
 
 #: Largest inner dimension of a thin product, and least number of columns for each of it.
-_THIN = 128, 8
+_THIN = 256, 8
 
 
 def is_thin(inner: float, columns: float) -> bool:
-    """Whether ``"matmul"`` leaves out a product of ``(rows, inner)`` and ``(inner, columns)``, as a LoRA's second one.
+    """Whether ``"matmul"`` leaves out a product of ``(rows, inner)`` and ``(inner, columns)``.
 
-    Its output is as large as a linear layer's, and the arithmetic takes no longer than to write it: ``inner`` FLOPs for
-    each of its bytes in 16 bit, of about 300 that a GPU computes while it moves one.
+    Such are the second product of a LoRA and the scores of attention without a fused kernel. The output is large, and
+    the arithmetic takes no longer than to write it: ``inner`` FLOPs for each of its bytes in 16 bit, of about 300 that
+    a GPU computes while it moves one.
     """
     return inner <= _THIN[0] and columns >= _THIN[1] * inner
 
@@ -329,9 +330,9 @@ class RecomputePolicy:
     Attributes:
         modules: ``"units"``, the outermost units below the root; or a wrap policy that chooses other modules.
         every: n recomputes every n-th of those modules, beginning with the first.
-        save: Operators whose outputs are stored, so that only the rest is recomputed: ``"matmul"`` (without linear
-            layers as thin as the second of a LoRA), ``"attention"``, or names of operators (``"aten.gelu"``,
-            ``"my_library.my_op.default"``). Empty: everything is recomputed.
+        save: Operators whose outputs are stored, so that only the rest is recomputed: ``"matmul"`` (without thin
+            products: the second of a LoRA, scores of attention), ``"attention"``, or names of operators
+            (``"aten.gelu"``, ``"my_library.my_op.default"``). Empty: everything is recomputed.
             Nothing is stored in a module that itself calls collectives, nor an output that is passed to kernels outside
             of torch (Triton's), because either may overwrite stored outputs.
 

@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import shardwise as sw
@@ -387,6 +388,34 @@ def test_what_is_changed_in_place_in_a_distributed_tensor_is_changed_once():
     assert torch.equal(*grads)
 
 
+class CountScores(TorchDispatchMode):
+    """Counts the products of queries and keys of :func:`attend_plainly`; one of its backward has the same shape."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.bmm.default and (args[0].size(-1), args[1].size(-1)) == (4, 32)
+        return func(*args, **(kwargs or {}))
+
+
+def attend_plainly(x_BTC: Tensor) -> Tensor:
+    """Attention without a fused kernel."""
+    return (torch.tanh(x_BTC) @ torch.sin(x_BTC).transpose(1, 2)).softmax(-1) @ torch.cos(x_BTC)
+
+
+@pytest.mark.parametrize(("save", "count"), [(["matmul"], 3), (["matmul", "aten.bmm"], 2), (["aten.bmm"], 2)])
+def test_scores_of_attention_are_not_kept_unless_the_operator_is_named(save, count):
+    grads = []
+    for context_fn in (noop_context_fn, selective.contexts(save)):
+        x = sample(0, 1, 2, 32, 4).requires_grad_()
+        with CountScores() as seen:
+            loss = checkpoint(attend_plainly, x, use_reentrant=False, context_fn=context_fn).square().sum()
+            (grad,) = torch.autograd.grad(loss, x)
+        grads.append(grad)
+    assert seen.count == count
+    assert torch.equal(*grads)
+
+
 class SumOverRanks(torch.autograd.Function):
     """Megatron's way out of a row-parallel layer: what the layer gave is summed up in place."""
 
@@ -436,8 +465,8 @@ def test_an_operator_that_draws_is_computed_again_so_that_the_next_draws_the_sam
 def test_attention_is_kept_where_it_drops_nothing():
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
     x = torch.zeros(1, 1, 1, 1)
-    draws = [selective._is_random(flash, (x, x, x, dropout_p, True), {}) for dropout_p in (0.0, 0.1)]
-    draws += [selective._is_random(flash, (x, x, x), {}), selective._is_random(flash, (x, x, x), {"dropout_p": 0.1})]
+    draws = [selective.is_random(flash, (x, x, x, dropout_p, True), {}) for dropout_p in (0.0, 0.1)]
+    draws += [selective.is_random(flash, (x, x, x), {}), selective.is_random(flash, (x, x, x), {"dropout_p": 0.1})]
     assert draws == [False, True, False, True]
 
 
@@ -453,7 +482,7 @@ def test_an_operator_of_others_that_drops_is_computed_again():
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output),
     )
     operator, x = torch.ops.shardwise_tests.attend.default, torch.ones(2)
-    assert [selective._is_random(operator, (x, rate), {}) for rate in (0.0, 0.2)] == [False, True]
+    assert [selective.is_random(operator, (x, rate), {}) for rate in (0.0, 0.2)] == [False, True]
 
 
 KINDS = ("gpt2", "llama", "t5")

@@ -29,7 +29,7 @@ class Copies:
     Attributes:
         name: Name of the parameter.
         ranks: Pipeline ranks that hold it.
-        num_bytes: Bytes of its full gradient and of one flag, in the dtype in which gradients are added up.
+        num_bytes: Bytes of its full gradient, in the dtype in which gradients are added up.
     """
 
     name: str
@@ -64,7 +64,8 @@ def messages(
         schedule: The step's schedule.
         rank: Coordinate on ``pp``.
         crossing: For each stage but the last, the tensors that it sends to the next.
-        copies: Parameters that several stages hold: once a step each rank sends its gradient of them to the others.
+        copies: Parameters that several stages hold: once a step each rank sends its gradient of them, and a flag, to
+            the others.
         is_early: Whether receives are posted one computation early, as over Gloo.
     """
     found = [
@@ -97,6 +98,7 @@ def copy_messages(copies: Sequence[Copies], rank: int) -> list[Collective]:
     for shared in copies:
         others = [peer for peer in shared.ranks if peer != rank]
         if rank in shared.ranks:
-            found += [Collective("send", f"copies of {shared.name}", shared.num_bytes, "pp") for _ in others]
-            found += [Collective("receive", f"copies of {shared.name}", 0, "pp") for _ in others]
+            unit = f"copies of {shared.name}"
+            found += [Collective("send", unit, num_bytes, "pp") for _ in others for num_bytes in (shared.num_bytes, 4)]
+            found += [Collective("receive", unit, 0, "pp") for _ in others for _ in range(2)]
     return found

@@ -241,7 +241,7 @@ def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]]
     Collective:
         Every rank of a parameter sends the full gradient to every other one, and a flag: whether it used the parameter.
     """
-    unused: list[tuple[Gradient, int, Tensor]] = []  # by this rank, with the number of the others that used it
+    unused: list[tuple[Gradient, int, Tensor]] = []  # by this rank, with whether another rank used it
     for parameter, ranks in copies.items():
         place = group_and_index(parameter)
         if place is None or not place[0].wants_gradients:
@@ -250,22 +250,28 @@ def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]]
         gradient, spec = group.gradient, group.layout.params[index]
         if spec.numel == 0:
             continue
+        gradient.collect(engine.gradients)
         is_used = gradient.has_local(index)
+        flag = torch.full((1,), float(is_used), device=group.device)
         views = gradient.local_views(index, engine.gradients)
-        own = torch.full((spec.numel + 1,), float(is_used), dtype=group.reduce_dtype, device=group.device)
-        torch._foreach_copy_(gradient.parts(index, own[:-1]), views)
+        if len(views) == 1 and views[0].is_contiguous():
+            own = views[0].view(-1)
+        else:
+            own = views[0].new_empty(spec.numel)
+            torch._foreach_copy_(gradient.parts(index, own), views)
         unit = f"copies of {spec.name}"
-        terms = {peer: own if peer == comm.rank else torch.empty_like(own) for peer in ranks}
         peers = [peer for peer in ranks if peer != comm.rank]
-        sends, receives = [(own, peer, unit) for peer in peers], [(terms[peer], peer, unit) for peer in peers]
+        terms = {peer: (torch.empty_like(own), torch.empty_like(flag)) for peer in peers} | {comm.rank: (own, flag)}
+        sends = [(tensor, peer, unit) for peer in peers for tensor in (own, flag)]
+        receives = [(tensor, peer, unit) for peer in peers for tensor in terms[peer]]
         comm.exchange(sends, receives).wait()
-        total = terms[ranks[0]].clone()
+        total = terms[ranks[0]][0]
         for peer in ranks[1:]:
-            total += terms[peer]
-        torch._foreach_copy_(views, gradient.parts(index, total[:-1]))
+            total += terms[peer][0]
+        torch._foreach_copy_(views, gradient.parts(index, total))
         if not (is_used or total.is_meta):
-            unused.append((gradient, index, total[-1]))
-    flags = torch.stack([flag.real.float() for _, _, flag in unused]).tolist() if unused else []
+            unused.append((gradient, index, torch.cat([flag for _, flag in terms.values()]).any()))
+    flags = torch.stack([flag for _, _, flag in unused]).tolist() if unused else []
     for (gradient, index, _), flag in zip(unused, flags, strict=True):
         if not flag:
             gradient.forget_local(index)

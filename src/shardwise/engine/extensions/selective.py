@@ -9,11 +9,12 @@ operator is handled in one of two ways; all others are untouched.
   that the layer saved for backward to the checkpoint, which expects as many as in forward, in the same order.
 - Any other: its operators are intercepted one by one, and the chosen ones are skipped in the recomputation.
 
-These are computed again: an output that was changed in place; operators that draw random numbers; calls inside
-``torch.func`` and ``torch.inference_mode``, which count no changes; a layer through which the module itself calls
-``torch.autograd.grad``; and an output whose ``data_ptr`` was read, because a Triton kernel may have written it, as
-Liger's rotary embedding does. A module that calls collectives itself is computed again entirely, because they may write
-to a kept output without counting a change, as Megatron's row-parallel layer does.
+These are computed again: thin products, such as the scores of attention without a fused kernel; an output that was
+changed in place; operators that draw random numbers; calls inside ``torch.func`` and ``torch.inference_mode``, which
+count no changes; a layer through which the module itself calls ``torch.autograd.grad``; and an output whose
+``data_ptr`` was read, because a Triton kernel may have written it, as Liger's rotary embedding does. A module that
+calls collectives itself is computed again entirely, because they may write to a kept output without counting a change,
+as Megatron's row-parallel layer does.
 """
 
 from __future__ import annotations
@@ -102,6 +103,9 @@ _UNCOUNTED = {
     *(each for name, each in vars(torch).items() if name.startswith("_foreach_") and name.endswith("_")),
 }
 
+#: Products whose first argument is added to them.
+_ADDED = {torch.ops.aten.addmm, torch.ops.aten.baddbmm, torch.ops.aten._addmm_activation}  # noqa: SLF001 - an operator
+
 #: Names of the dropout probability among the arguments of operators.
 _DROPOUT_RATES = {"dropout_p", "p_dropout", "dropout", "dropout_rate", "dropout_prob"}
 
@@ -116,7 +120,8 @@ def contexts(saved: Iterable[str]) -> Callable[[], tuple[_Forward, _Recomputatio
         PlanError: torch has no such operator.
     """
     names = set(saved)
-    chosen = frozenset(each for name in names for each in operators(name) if not _written_by(each))
+    ordered = sorted(names, key=lambda name: name != "matmul")  # an operator's own name says more than its family's
+    chosen = {each: name != "matmul" for name in ordered for each in operators(name) if not _written_by(each)}
     is_anywhere = not names <= set(_FAMILIES)  # any function may compute an operator given by name
     has_linear = "matmul" in names
 
@@ -163,7 +168,7 @@ class _Call(NamedTuple):
 
 
 class _Mode(TorchFunctionMode):
-    """Intercepts calls of functions that may compute operators of ``chosen``.
+    """Intercepts calls of functions that may compute operators of ``chosen``; its values say whether thin ones count.
 
     Attributes:
         hooks: The checkpoint's hooks on tensors that autograd saves.
@@ -172,7 +177,7 @@ class _Mode(TorchFunctionMode):
     _is_forward = False
 
     def __init__(
-        self, chosen: frozenset[Any], calls: list[_Linear | _Call], *, is_anywhere: bool, has_linear: bool
+        self, chosen: Mapping[Any, bool], calls: list[_Linear | _Call], *, is_anywhere: bool, has_linear: bool
     ) -> None:
         super().__init__()
         self._chosen = chosen
@@ -342,14 +347,14 @@ class _Saving:
 class _RecordOutputs(TorchDispatchMode):
     """Keeps the outputs of chosen operators, except those that later operators change in place."""
 
-    def __init__(self, chosen: frozenset[Any]) -> None:
+    def __init__(self, chosen: Mapping[Any, bool]) -> None:
         super().__init__()
         self._chosen = chosen
         self.outputs: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func in self._chosen and not _is_random(func, args, kwargs or {}):
+        if _is_kept(func, args, kwargs or {}, self._chosen):
             self.outputs.append(tree_map_only(Tensor, Tensor.detach, output))
         elif _written_by(func):
             arguments = _arguments_of(func, args, kwargs or {})
@@ -361,13 +366,13 @@ class _RecordOutputs(TorchDispatchMode):
 class _ReplayOutputs(TorchDispatchMode):
     """Returns kept outputs in place of calling chosen operators; ``outputs`` is in reverse order."""
 
-    def __init__(self, chosen: frozenset[Any], outputs: list[Any]) -> None:
+    def __init__(self, chosen: Mapping[Any, bool], outputs: list[Any]) -> None:
         super().__init__()
         self._chosen = chosen
         self._outputs = outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = self._outputs.pop() if func in self._chosen and not _is_random(func, args, kwargs or {}) else None
+        output = self._outputs.pop() if _is_kept(func, args, kwargs or {}, self._chosen) else None
         return func(*args, **(kwargs or {})) if output is None else output
 
 
@@ -402,7 +407,19 @@ def _arguments_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _is_random(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _is_kept(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], chosen: Mapping[Any, bool]) -> bool:
+    if operator not in chosen or is_random(operator, args, kwargs):
+        return False
+    return chosen[operator] or not is_thin_product(operator, args)
+
+
+def is_thin_product(operator: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a product is thin (:func:`is_thin`), as the one of queries and keys is."""
+    first, second = args[1:3] if operator.overloadpacket in _ADDED else args[:2]
+    return is_thin(first.size(-1), second.size(-1))
+
+
+def is_random(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call draws random numbers, as attention with dropout does.
 
     If a recomputation skipped it, the next operator would draw its random numbers: different masks, and silently wrong
