@@ -54,6 +54,16 @@ def test_the_process_group_can_be_left_to_the_function():
     assert run_on_ranks(without_group, 2, process_group=False) == [(False, "0"), (False, "1")]
 
 
+def debug_level():
+    return distributed.get_debug_level()
+
+
+def test_torchs_debug_level_is_that_of_the_callers_environment(monkeypatch):
+    for level in ("DETAIL", "OFF", "DETAIL"):
+        monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+        assert [each.name for each in run_on_ranks(debug_level, 2)] == [level, level]
+
+
 def speak():
     print(f"rank {distributed.get_rank()} speaks")
 

@@ -389,6 +389,7 @@ def _call(job: _Job) -> Any:
     from torch import distributed
 
     torch.set_num_threads(1)
+    distributed.set_debug_level_from_env()  # torch, imported by the server, has read another environment
     # Warnings that are errors in pytest are errors in ranks too. The declared type is Sequence, but it is a list.
     warnings.filters[:] = job.warning_filters  # pyrefly: ignore[unsupported-operation]
     warnings.simplefilter("default", append=True)  # makes the assignment take effect
