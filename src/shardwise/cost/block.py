@@ -184,7 +184,9 @@ class _Count:
         rank, block = self.rank, self.block
         numel = rank.local_stream_numel
         norm = rank.arithmetic.norm(block.norm, numel, rank.shape.hidden)
-        of_scores, of_norm = self.passing_scores + more - norm.saved_bytes, 0.0
+        last = rank.arithmetic.norm(block.norm, numel, rank.shape.hidden, keeps_output=False)
+        of_scores = self.passing_scores + more - norm.saved_bytes - block.num_last_norms * last.saved_bytes
+        of_norm = 0.0
         if norm.num_kernels > 1:  # an eager RMS norm: five tensors in fp32; the last norm's backward is the first
             of_norm = 20 * numel + (0.0 if block.num_last_norms else more + 4 * numel - norm.saved_bytes)
         return max(of_scores, of_norm)
