@@ -225,7 +225,7 @@ class FusedAttention(torch_private.GroupedProducts):
 
 @contextlib.contextmanager
 def _computed_here() -> Iterator[None]:
-    """Let a mode see the functions that ``F.multi_head_attention_forward``, of ``nn.MultiheadAttention``, calls.
+    """Shows a mode the functions that ``F.multi_head_attention_forward``, of ``nn.MultiheadAttention``, calls.
 
     torch would pass it to the mode as one function, and compute what it calls without the mode.
     """

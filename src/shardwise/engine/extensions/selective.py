@@ -104,7 +104,7 @@ _UNCOUNTED = {
 }
 
 #: Products whose first argument is added to them.
-_ADDED = {torch.ops.aten.addmm, torch.ops.aten.baddbmm, torch.ops.aten._addmm_activation}  # noqa: SLF001 - an operator
+_ADDED = {"addmm", "baddbmm", "_addmm_activation"}
 
 #: Names of the dropout probability among the arguments of operators.
 _DROPOUT_RATES = {"dropout_p", "p_dropout", "dropout", "dropout_rate", "dropout_prob"}
@@ -415,7 +415,7 @@ def _is_kept(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ch
 
 def is_thin_product(operator: Any, args: tuple[Any, ...]) -> bool:
     """Whether a product is thin (:func:`is_thin`), as the one of queries and keys is."""
-    first, second = args[1:3] if operator.overloadpacket in _ADDED else args[:2]
+    first, second = args[1:3] if operator.overloadpacket.__name__ in _ADDED else args[:2]
     return is_thin(first.size(-1), second.size(-1))
 
 
