@@ -292,8 +292,16 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def rnn_weight_names(module: nn.RNNBase) -> list[str]:
-    """Names of the weights in the list with which an RNN computes, which is separate from its parameters."""
+def take_rnn_weights(module: nn.RNNBase) -> list[str]:
+    """Take over the list of weights with which an RNN computes, which is separate from its parameters.
+
+    Without the weak references to its parameters an RNN uses the list as it is. With them, it would move gathered
+    weights into memory of its own on a GPU, and ``swap_tensors`` would refuse the parameters.
+
+    Returns:
+        The names of the weights in the list.
+    """
+    module._flat_weight_refs = [None] * len(module._flat_weights_names)
     return module._flat_weights_names
 
 

@@ -361,6 +361,16 @@ class Recurrent(nn.Module):
         return x + self.out(self.gru(self.lstm(x)[0])[0])
 
 
+@on_ranks(2)
+def test_a_recurrent_net_does_not_move_gathered_weights_into_memory_of_its_own():
+    for strategy in ("ddp", "zero3"):
+        model, moves = sw.parallelize(Recurrent(), sw.ParallelPlan(strategy=strategy)), []
+        for module in (model.lstm, model.gru):
+            module.flatten_parameters = lambda: moves.append(1)  # noqa: B023 - called below
+        model(sample(0, 0, 3, 4, 8)).sum().backward()
+        assert moves == []
+
+
 class RunningMean(nn.Module):
     """Writes a buffer in forward and counts its calls in a Python attribute."""
 

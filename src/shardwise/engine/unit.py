@@ -78,7 +78,7 @@ class Owner:
         self.unsharded: dict[str, nn.Parameter] = {}
         self.replaced: frozenset[str] = frozenset()
         # RNNs read their weights from a separate list.
-        self.flat_weights = torch_private.rnn_weight_names(module) if isinstance(module, nn.RNNBase) else None
+        self.flat_weights = torch_private.take_rnn_weights(module) if isinstance(module, nn.RNNBase) else None
 
     def set_parameters(self, parameters: dict[str, nn.Parameter]) -> None:
         """Make the module compute with ``parameters``."""

@@ -64,6 +64,7 @@ class Mixed(nn.Module):
         self.register_buffer("mask", torch.tril(torch.ones(3, 3)) / 3, persistent=False)
         self.small = nn.Linear(6, 6)
         torch.set_default_dtype(torch.float32)
+        self.memory = nn.LSTM(6, 4)  # refers to its parameters weakly
 
 
 class Reads(nn.Module):

@@ -111,6 +111,9 @@ def find_source(model: nn.Module, init: InitArgument | None, *, is_sent: bool) -
 
     ``is_sent``: rank 0 sends its weights (``sync="rank0"``).
     """
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            torch_private.take_rnn_weights(module)  # so that `become` can swap its parameters
     recording = take_recording(model)
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     if init is not None and not is_meta:
