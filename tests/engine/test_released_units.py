@@ -28,6 +28,23 @@ class Twice(Chain):
         return self.head(x)
 
 
+class Idle(Chain):
+    """A block runs after the head, and no backward comes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        *blocks, idle = self.blocks
+        x = self.stem(x)
+        for block in blocks:
+            x = block(x)
+        y = self.head(x)
+        idle(x)
+        return y
+
+
 class InARow(Chain):
     """Every unit runs twice in a row: 0 0 1 1 2 2."""
 
@@ -253,7 +270,7 @@ def test_all_gradient_buffers_but_one_travel_while_it_is_filled(num_buffers: int
 
 @on_ranks(2, 3)
 def test_nothing_that_a_step_needs_stays_allocated():
-    for build in (Chain, Twice, ThereAndBack):
+    for build in (Chain, Twice, ThereAndBack, Idle):
         for trained in compare_each(build, plain_loss).values():
             seen = trained.probe
             assert all(b.untyped_storage().nbytes() == 0 for b in (*seen.gathered_buffers, *seen.gradient_buffers))
