@@ -49,6 +49,7 @@ from shardwise.weights.init.materialize import (
     fill_buffers,
     fill_parameters,
     find_source,
+    free_for_swaps,
 )
 from shardwise.weights.init.sync import synchronise
 from shardwise.weights.state.model import Unfilled, load_full_state_dict, load_ranges
@@ -95,6 +96,7 @@ def parallelize(
     if (warning := cpu_warning(device.type, torch.cuda.device_count())) is not None:
         log_once(warning)
     source = find_source(model, init, is_sent=plan.sync == "rank0")
+    free_for_swaps(model)
     if isinstance(source, LoadedLater):
         source.check(name for name, parameter in model.named_parameters() if parameter.is_meta)
     size = join_world(device).size()

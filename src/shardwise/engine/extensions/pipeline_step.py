@@ -270,8 +270,8 @@ def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]]
             total += terms[peer][0]
         torch._foreach_copy_(views, gradient.parts(index, total))
         if not (is_used or total.is_meta):
-            unused.append((gradient, index, torch.cat([flag for _, flag in terms.values()]).any()))
-    flags = torch.stack([flag for _, _, flag in unused]).tolist() if unused else []
-    for (gradient, index, _), flag in zip(unused, flags, strict=True):
-        if not flag:
+            unused.append((gradient, index, torch.cat([used for _, used in terms.values()]).any()))
+    by_others = torch.stack([used for _, _, used in unused]).tolist() if unused else []
+    for (gradient, index, _), is_used in zip(unused, by_others, strict=True):
+        if not is_used:
             gradient.forget_local(index)

@@ -111,9 +111,6 @@ def find_source(model: nn.Module, init: InitArgument | None, *, is_sent: bool) -
 
     ``is_sent``: rank 0 sends its weights (``sync="rank0"``).
     """
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            torch_private.take_rnn_weights(module)  # so that `become` can swap its parameters
     recording = take_recording(model)
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     if init is not None and not is_meta:
@@ -159,6 +156,13 @@ def _without_memory(like: Tensor, device: torch.device) -> Tensor:
     tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
+
+
+def free_for_swaps(model: nn.Module) -> None:
+    """Make :func:`become` possible for the parameters of RNNs, which refer to them weakly."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            torch_private.take_rnn_weights(module)
 
 
 def become(parameter: nn.Parameter, value: Tensor) -> None:
