@@ -27,6 +27,7 @@ from tests.common.tokenizers import MARKED, TEMPLATE, save_model, save_tokenizer
 pytest.importorskip("transformers", reason="the hf extra is not installed")
 pytest.importorskip("datasets", reason="the hf extra is not installed")
 pa = pytest.importorskip("pyarrow")
+TemplateProcessing = pytest.importorskip("tokenizers.processors").TemplateProcessing
 
 TURNS = [
     {"role": "user", "content": "def number_1?"},
@@ -112,6 +113,23 @@ def test_of_prompts_the_answers_are_learned_with_the_token_that_ends_them(
     row = {"prompt": TURNS[:3], "completion": TURNS[3:]} if is_chat else {"prompt": "def", "completion": " number_7"}
     source = save_rows(tmp_path / "pairs.jsonl", [row] * 3)
     assert learned(resolved(source, folder), folder) == (["naïve lines<end>\n"] if is_chat else [" number_7<end>"]) * 2
+
+
+def test_messages_in_prompt_and_completion_have_one_begin_of_text_token(folder: Path, tmp_path: Path) -> None:
+    """The template writes it; a tokenizer as Llama's adds another one to texts."""
+    tokens = save_tokenizer(tmp_path / "tokens", template="{{ bos_token }}" + TEMPLATE, bos_token="<begin>")
+    tokenizer = FolderTokenizer(tokens).hf_tokenizer
+    begin = tokenizer.bos_token_id
+    marks = [("<begin>", begin)]
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<begin> $A", special_tokens=marks)
+    tokenizer.save_pretrained(tokens)
+    rows = [{"prompt": TURNS[:3], "completion": TURNS[3:]}, {"prompt": "def", "completion": " number_7"}]
+    source = save_rows(tmp_path / "pairs.jsonl", rows * 3)
+    run = resolved(source, folder, f"data.tokenizer={tokens}", "data.packing=false")
+    (chat, text), found = data_of(run).train.rows([0, 1]).inputs, tokenizer.apply_chat_template(TURNS)["input_ids"]
+    assert chat[: len(found)].tolist() == found
+    assert found.count(begin) == 1
+    assert text[:2].tolist() == [begin, *tokenizer("def", add_special_tokens=False)["input_ids"][:1]]
 
 
 def test_texts_of_a_data_set_are_a_stream_of_documents(folder: Path, tmp_path: Path) -> None:

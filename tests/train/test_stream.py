@@ -6,6 +6,7 @@ import collections
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -163,6 +164,9 @@ def test_what_cannot_be_streamed_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="conversations are tokenized before training"):
         run("data.source=chat.jsonl")
     assert run("data.streaming=false").source.streams is None
+    # The files of a cache are as many as processes wrote it; bytes are not tokens yet.
+    assert re.fullmatch(r"[0-9,]+ tokens", run("data.streaming=false").source.amount)
+    assert re.fullmatch(r"[0-9,]+ bytes in 7 files, tokenized during training", run().source.amount)
     sampler = sampler_of(
         run(
             "data.seq_len=60000",
@@ -280,7 +284,7 @@ def test_a_streamed_run_goes_on_at_the_sample_on_another_number_of_ranks(folder:
     again = train_here(folder, 1, ("--run-dir", "half", "--resume"), config=CONFIG, before=small_windows)
     assert [code for code, _ in whole + begun + again] == [0, 0, 0], again
     assert losses(folder / "half") == pytest.approx(losses(folder / "whole"), rel=2e-5)
-    assert "bytes in 7 files, tokenized on the way" in whole[0][1]
+    assert "bytes in 7 files, tokenized during training; samples" in whole[0][1]
 
 
 def test_all_of_a_stream_is_trained_on_where_there_is_other_data_to_evaluate_on(folder: Path) -> None:

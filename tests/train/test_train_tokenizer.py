@@ -33,7 +33,7 @@ def test_a_folder_is_trained_and_continues_text_with_its_tokenizer(
     results = train_here(tmp_path, 2, run, again, config=CONFIG, before=cache_here)
     assert [code for code, _ in results] == [0, 0], results
     tokens = len(FolderTokenizer(tmp_path / "llama").encode(TEXT)) + 1
-    assert f"data text.txt: {tokens:,} tokens in 1 files" in results[0][1]
+    assert f"data text.txt: {tokens:,} tokens; samples" in results[0][1]
     assert len(list((tmp_path / "cache" / "shardwise" / "data").rglob("*.arrow"))) == 1
     assert losses(tmp_path / "run")[-1] < 0.9 * losses(tmp_path / "run")[0]
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-00000014")

@@ -37,7 +37,7 @@ def validate(
     show(resolved.to_yaml().rstrip())
     show(f"# {resolved.batch}")
     source = resolved.source
-    has = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else f"data {source.name}"
+    has = source.amount if source.files else f"data {source.name}"
     show(f"# {resolved.mesh}, {has}")
 
 

@@ -175,9 +175,7 @@ class Trainer:
             count = "an iterable" if (num := self.data.train.num_samples) >= ENDLESS else f"{num:,} samples"
             lines.append(f"data {printable(source.name)}: {count}")
         else:
-            tokens = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else "random tokens"
-            if source.streams is not None:
-                tokens = f"{source.num_tokens:,} bytes in {len(source.files)} files, tokenized on the way"
+            tokens = source.amount if source.files else "random tokens"
             seq_len, longer = resolved.seq_len, resolved.positions or 0
             more = f" (data.seq_len; the model takes up to {longer:,})" if longer > seq_len else ""
             lines.append(f"data {printable(source.name)}: {tokens}; samples of {seq_len:,} tokens{more}")

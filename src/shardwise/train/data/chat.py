@@ -106,15 +106,19 @@ class Chat:
         """Convert rows to examples."""
         if self._is_marked:
             return [self._encode_marked(location, row) for location, row in rows]
+        groups = itertools.groupby(rows, self._is_bare)
+        return [example for is_bare, group in groups for example in self._encode_texts([*group], is_bare=is_bare)]
+
+    def _is_bare(self, placed: Placed) -> bool:
+        """Whether a row is text without a template: a template writes the begin-of-text token itself."""
+        return self.column == PROMPT and not isinstance(placed[1].get(PROMPT), list)
+
+    def _encode_texts(self, rows: Sequence[Placed], *, is_bare: bool) -> list[Example]:
         texts, spans = zip(*(self._text_of(location, row) for location, row in rows), strict=True)
-        adds = self.column == PROMPT  # a template writes the begin-of-text token itself
         options = {"return_offsets_mapping": True, "verbose": False, "padding": False}
-        encoded = self.tokenizer(list(texts), add_special_tokens=adds, **options)
-        found = zip(rows, encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
-        return [
-            self._example(ids, offsets, learned, ends=adds and not isinstance(row[PROMPT], list))
-            for (_, row), ids, offsets, learned in found
-        ]
+        encoded = self.tokenizer(list(texts), add_special_tokens=is_bare, **options)
+        found = zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
+        return [self._example(ids, offsets, learned, ends=is_bare) for ids, offsets, learned in found]
 
     def _example(self, ids: list[int], offsets: Sequence[Any], learned: Any, *, ends: bool) -> Example:
         end = self.tokenizer.eos_token_id

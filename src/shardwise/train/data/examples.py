@@ -69,7 +69,7 @@ def prepare(
         say: Called with a line of text before slow work.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwise" / "data"
-    digest = hashlib.sha256(f"2\0{source.fingerprint()}\0{json.dumps(settings)}".encode())
+    digest = hashlib.sha256(f"3\0{source.fingerprint()}\0{json.dumps(settings)}".encode())
     for file in tokenizer_files(tokenizer):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     content = digest.hexdigest()

@@ -67,7 +67,6 @@ class Source:
     #: Replaces the content of files in the fingerprint, for files of a cache or a store and a user's data set
     content: str = ""
     num_samples: int | None = None  # items of a user's data set; ``None`` for an iterable
-    #: Sources of a mixture (``data.mixture``), each with its name in metrics and its weight
     #: Of a mixture (``data.mixture``): its sources, each with its name in metrics and its weight
     parts: tuple[tuple[Source, str, float], ...] = ()
     evaluated: Source | None = None  # source of the held-out samples; ``None``: the end of this one
@@ -85,6 +84,15 @@ class Source:
     def num_tokens(self) -> int:
         """Total number of tokens."""
         return sum(self.lengths)
+
+    @property
+    def amount(self) -> str:
+        """The number of tokens, or of bytes to tokenize during training; and of files, unless they are a cache's."""
+        files = f" in {len(self.files):,} file{'s' if len(self.files) > 1 else ''}"
+        if self.streams is not None:
+            return f"{self.num_tokens:,} bytes{files}, tokenized during training"
+        is_cached = self.content or any(part.content for part, *_ in self.parts)
+        return f"{self.num_tokens:,} tokens{'' if is_cached else files}"
 
     def check(self, vocab_size: int) -> None:
         """Refuse text that is not UTF-8, and token ids that are not below ``vocab_size``.
