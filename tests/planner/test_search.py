@@ -329,6 +329,21 @@ def test_a_value_that_no_plan_has_is_refused_with_its_reason(name: str, fixed: d
         )
 
 
+@pytest.mark.parametrize(("axis", "fits"), [("pp", False), ("cp", False), ("tp", True)])
+def test_plans_of_a_decoder_that_classifies_are_those_that_train_accepts(axis: str, fits: bool) -> None:
+    """`shardwise train` refuses pp and cp for it."""
+    config = {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"], "hidden_size": 4096}
+    config |= {"num_attention_heads": 32, "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128_256}
+    shape, cluster = sw.ModelShape.from_config(config), Cluster(gpu="H100-80GB-SXM", num_gpus=8)
+    found = search(shape, cluster, Workload(seq_len=16_384, global_batch=64))
+    assert all((plan.plan.pp, plan.plan.cp) == (1, 1) for plan in found)
+    if fits:
+        assert search(shape, cluster, Workload(seq_len=512, global_batch=64), **{axis: 2})
+        return
+    with pytest.raises(PlanError, match=f"{axis}=2: the engine does not divide llama classifiers by {axis}"):
+        search(shape, cluster, Workload(seq_len=512, global_batch=64), **{axis: 2})
+
+
 def test_activations_go_to_the_host_where_nothing_else_fits() -> None:
     """FSDP's published GPT-175B: 20 samples of 512 tokens on each of 128 A100 with 40 GB."""
     cluster = Cluster(gpu="A100-40GB-SXM", num_gpus=128, inter_gbits_per_s_per_node=400)

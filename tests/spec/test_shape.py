@@ -13,6 +13,8 @@ from shardwise.spec.errors import ConfigError
 from shardwise.spec.shape import FAMILIES, KNOWN
 from shardwise.spec.shape.gpt import PRESETS, GPTConfig
 
+CLASSIFIERS = {"llama": "Llama", "gpt2": "GPT2", "opt": "OPT", "gpt_neox": "GPTNeoX", "mixtral": "Mixtral"}
+CLASSIFIERS |= {"gemma2": "Gemma2", "deepseek_v3": "DeepseekV3"}
 VARIANTS: list[tuple[str, dict[str, Any], str]] = [
     *((family, {}, "") for family in FAMILIES),
     ("llama", {"attention_bias": True}, ""),
@@ -25,6 +27,7 @@ VARIANTS: list[tuple[str, dict[str, Any], str]] = [
     ("opt", {"enable_bias": False}, ""),
     ("bert", {}, "BertModel"),
     ("bert", {"num_labels": 5}, "BertForSequenceClassification"),
+    *((family, {"num_labels": 5}, f"{name}ForSequenceClassification") for family, name in CLASSIFIERS.items()),
     ("vit", {"qkv_bias": False}, "ViTModel"),
 ]
 
@@ -36,6 +39,14 @@ def test_a_config_has_as_many_parameters_as_its_model(family: str, changes: dict
 
     model, config = on_meta(small_config(family, **changes), class_name)
     assert sw.ModelShape.from_config(config).num_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["LlamaForTokenClassification", "T5ForSequenceClassification"])
+def test_a_head_that_is_not_known_is_refused(name: str) -> None:
+    """They were counted with a language model's head."""
+    fields = {"model_type": "llama" if name[0] == "L" else "t5", "architectures": [name], "d_model": 64, "num_heads": 4}
+    with pytest.raises(ConfigError, match=f"architectures='{name}': its head is not known"):
+        sw.ModelShape.from_config({**DECODER, **fields})
 
 
 def test_deepseek_v3_is_the_one_of_transformers_and_a_token_meets_37_billion_of_it() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
@@ -68,8 +68,9 @@ DATA_PARALLEL_ONLY = Support(tp=False, cp=False, pp=False)
 
 
 def support_of(shape: ModelShape) -> Support:
-    """The degrees that the shape's family supports."""
-    return SUPPORT.get(shape.family, DATA_PARALLEL_ONLY)
+    """The degrees that the shape's family supports; of a classifier, ``train`` divides neither blocks nor sequences."""
+    found = SUPPORT.get(shape.family, DATA_PARALLEL_ONLY)
+    return replace(found, cp=False, pp=False) if found.pp and shape.is_pooled else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +231,8 @@ def why_none(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Map
         if not isinstance(wanted, int) or wanted == 1:
             continue
         if not getattr(support, axis):
-            found.append(f"{axis}={wanted}: the engine does not divide {shape.family or 'such'} models by {axis}")
+            kind = f"{shape.family or 'such'} {'classifiers' if shape.is_pooled else 'models'}"
+            found.append(f"{axis}={wanted}: the engine does not divide {kind} by {axis}")
         elif world % wanted:
             found.append(f"{axis}={wanted} does not divide {world} GPUs")
         elif wanted not in values:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -139,22 +140,37 @@ def _causal(
     norm: str = "rms",
     drops: bool = False,
 ) -> ModelShape:
-    """A causal language model: an embedding, blocks, a norm, a head."""
-    h, vocab = config["hidden_size"], config["vocab_size"]
-    is_tied = bool(config.get("tie_word_embeddings", tied))
+    """A causal language model, or a classifier made of one: an embedding, blocks, a norm, a head."""
+    h, vocab, classes = config["hidden_size"], config["vocab_size"], _num_classes(config)
+    is_tied = bool(config.get("tie_word_embeddings", tied)) and not classes
     return ModelShape(
         name=name,
         family=str(config["model_type"]),
         hidden=h,
-        vocab=vocab,
+        vocab=classes or vocab,
         stacks=_runs(blocks),
         seq_len=int(config.get("max_position_embeddings") or 2048),
         embedding=(vocab + positions) * h,
-        head=(1 + norm_bias) * h + (0 if is_tied else vocab * h),
+        head=(1 + norm_bias) * h + (0 if is_tied else (classes or vocab) * h),
         is_tied=is_tied,
+        is_pooled=classes > 0,
         norm=norm,
         has_dropout=drops,
     )
+
+
+def _num_classes(config: Config) -> int:
+    """The number of classes of a decoder that classifies texts; 0 for a language model."""
+    architecture = str((config.get("architectures") or [""])[0])
+    if architecture.endswith("ForSequenceClassification"):
+        return _num_labels(config)
+    if re.search(r"For(?!CausalLM|ConditionalGeneration)[A-Z]", architecture):
+        raise _unknown_head(architecture, "language models and ...ForSequenceClassification")
+    return 0
+
+
+def _num_labels(config: Config) -> int:
+    return len(config.get("id2label") or {0: "", 1: ""})
 
 
 def _windows(config: Config, default: str = "") -> list[int | None]:
@@ -444,6 +460,8 @@ def _opt(config: Config, name: str) -> ModelShape:
 
 def _t5(config: Config, name: str) -> ModelShape:
     h, heads, vocab = config["d_model"], config["num_heads"], config["vocab_size"]
+    if _num_classes(config):
+        raise _unknown_head(config["architectures"][0], "T5ForConditionalGeneration")
     projection, drops = str(config.get("feed_forward_proj", "relu")), bool(config.get("dropout_rate", 0.1))
     is_gated = projection.startswith("gated")
     activation = "gelu_new" if projection == "gated-gelu" else projection.rpartition("-")[2]
@@ -504,7 +522,7 @@ def _bert(config: Config, name: str) -> ModelShape:
     positions, types = config["max_position_embeddings"], config.get("type_vocab_size", 2)
     architecture = (config.get("architectures") or ["BertForMaskedLM"])[0]
     heads = {"BertModel": h * h + h, "BertForMaskedLM": h * h + h + 2 * h + vocab}
-    labels = len(config.get("id2label") or {0: "", 1: ""})
+    labels = _num_labels(config)
     heads["BertForSequenceClassification"] = heads["BertModel"] + labels * (h + 1)
     return ModelShape(
         name=name,
@@ -537,7 +555,7 @@ def _vit(config: Config, name: str) -> ModelShape:
         dropout=config.get("hidden_dropout_prob"),
     )
     patches = (config["image_size"] // patch) ** 2
-    labels = len(config.get("id2label") or {0: "", 1: ""})
+    labels = _num_labels(config)
     architecture = (config.get("architectures") or ["ViTForImageClassification"])[0]
     heads = {"ViTForImageClassification": 2 * h + labels * (h + 1), "ViTModel": 2 * h + h * h + h}
     return ModelShape(
@@ -560,11 +578,15 @@ def _vit(config: Config, name: str) -> ModelShape:
 
 def _head(architecture: str, heads: Mapping[str, int]) -> int:
     if architecture not in heads:
-        raise ConfigError(
-            f"architectures={architecture!r}: its head is not known.{did_you_mean(architecture, heads)}\n"
-            f"  Known are {', '.join(heads)}; or pass the model itself to sw.trace_model()."
-        )
+        raise _unknown_head(architecture, ", ".join(heads), did_you_mean(architecture, heads))
     return heads[architecture]
+
+
+def _unknown_head(architecture: str, known: str, hint: str = "") -> ConfigError:
+    return ConfigError(
+        f"architectures={architecture!r}: its head is not known.{hint}\n"
+        f"  Known are {known}; or pass the model itself to sw.trace_model()."
+    )
 
 
 #: The function that computes the shape, by ``model_type``.
