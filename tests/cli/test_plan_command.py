@@ -129,6 +129,28 @@ def test_what_is_written_passes_the_checks_of_train(
     assert f"# global batch {written['global_batch_size']} = micro batch {written['micro_batch_size']} x" in out
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            "t5-small",
+            "for sequence to sequence: name rows of a data set in data.source. Copy its tokenizer's files into",
+        ),
+        ("bert-base", "It trains on random tokens until data.source in it names your data. Copy its tokenizer's files"),
+        ("vit-base", "`shardwise train` does not train this model: give the fields of `parallel` to sw.parallelize."),
+    ],
+)
+def test_what_train_needs_besides_the_plan_is_said(capsys: pytest.CaptureFixture[str], model: str, said: str) -> None:
+    code, out, _ = run(capsys, model, "--gpu", "L4", "--gpus", "2", "--out", "plan.yaml")
+    written = Path("plan.yaml").read_text()
+    assert code == 0
+    assert said in out
+    assert said in written
+    is_trained = model != "vit-base"
+    assert ["-m shardwise train" in text for text in (out, written)] == [is_trained, is_trained]
+    assert ("-m shardwise train" in run(capsys, model, "--gpu", "L4", "--gpus", "2")[1]) == is_trained
+
+
 @pytest.mark.slow
 def test_train_runs_what_is_written_on_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, *TINY, "--strategy", "zero2", "--out", "plan.yaml")[0] == 0

@@ -215,10 +215,8 @@ def _show_plans(
         write(save_hardware, json.dumps(cluster.device.as_dict(), indent=1) + "\n")
     line = ""
     if best.fits and out is not None:
-        plan_file.write_plan(out, best, subject.written(out), subject.base)
-        data = " It trains on random tokens until data.source in it names your data." if subject.base is None else ""
-        line = f"written to {out}.{data} Start it with\n  {plan_file.command(best, str(out))}"
-    elif best.fits and (workload.lora_rank is None or "preset" not in (subject.model or {})):
+        line = plan_file.write_plan(out, best, subject.written(out), subject.base)
+    elif best.fits and not shape.patch_numel and (workload.lora_rank is None or "preset" not in (subject.model or {})):
         line = f"next: add --out plan.yaml, then\n  {plan_file.command(best, 'plan.yaml')}"
     if is_json:
         content = screen.as_json(shape, cluster, workload, plans, found)

@@ -10,6 +10,7 @@ from shardwise.cli.output import write
 from shardwise.planner.explain import gib, seconds, title
 from shardwise.planner.memory import num_microbatches
 from shardwise.planner.screen import plan_fields_of
+from shardwise.spec.errors import ShardwiseError
 
 if TYPE_CHECKING:
     from shardwise.planner import Estimate
@@ -65,8 +66,8 @@ def configuration(estimate: Estimate, model: dict[str, Any], base: dict[str, Any
     return {**config, "optimizer": optimizer, "train": train}
 
 
-def write_plan(path: Path, estimate: Estimate, model: dict[str, Any], base: dict[str, Any] | None = None) -> None:
-    """Write the configuration, with a comment that shows the predictions."""
+def write_plan(path: Path, estimate: Estimate, model: dict[str, Any], base: dict[str, Any] | None = None) -> str:
+    """Write the configuration, with a comment that shows the predictions, and return what to do with it."""
     import yaml
 
     cluster = estimate.cluster
@@ -79,12 +80,34 @@ def write_plan(path: Path, estimate: Estimate, model: dict[str, Any], base: dict
             f"# predicted: {seconds(estimate.step_time_s)} a step, {gib(estimate.memory.device_bytes)} of"
             f" {gib(cluster.device.memory_bytes)} on the fullest GPU"
         ),
-        "# start: " + command(estimate, str(path)).replace("\n", "\n# "),
     ]
+    start, does_train, note = command(estimate, str(path)), True, ""
     if base is None:
-        lines.append("# data.source: random tokens, to measure with; name your text or token files here")
+        does_train, note = _how_to_train(model)
+        lines.append(f"# {note}")
+    if does_train:
+        lines.append("# start: " + start.replace("\n", "\n# "))
     content = configuration(estimate, model, base)
     write(path, "\n".join(lines) + "\n" + yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    said = f"written to {path}. {note}".rstrip()
+    return f"{said} Start it with\n  {start}" if does_train else said
+
+
+def _how_to_train(model: dict[str, Any]) -> tuple[bool, str]:
+    """Return whether ``train`` trains a model, and a sentence about its data or about the loop that it needs."""
+    from shardwise.train.config.hf import NotTrainedError, read_language_model
+    from shardwise.train.data.tokenizer import has_tokenizer
+    from shardwise.train.task import CAUSAL
+
+    folder = Path(model.get("hf", ""))
+    try:
+        task = read_language_model(folder).task if "hf" in model else CAUSAL
+    except (NotTrainedError, ShardwiseError):
+        return False, "`shardwise train` does not train this model: give the fields of `parallel` to sw.parallelize."
+    copy = "" if task is CAUSAL or has_tokenizer(folder) else f" Copy its tokenizer's files into {folder}."
+    if task.has_pairs:
+        return True, f"The model is trained for {task.name}: name rows of a data set in data.source.{copy}"
+    return True, f"It trains on random tokens until data.source in it names your data.{copy}"
 
 
 def write_model_folder(folder: Path, config: dict[str, Any]) -> None:

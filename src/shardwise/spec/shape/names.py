@@ -57,6 +57,7 @@ def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
 def _t5(width: int, layers: int, heads: int, head_dim: int, ffn: int) -> dict[str, Any]:
     return {
         "model_type": "t5",
+        "is_encoder_decoder": True,
         "d_model": width,
         "d_kv": head_dim,
         "d_ff": ffn,
