@@ -492,6 +492,28 @@ class Numbers3:
         return iter(range(3))
 
 
+class Table(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(20_000, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.rows(ids).square().mean()
+
+
+def test_the_peak_of_a_model_without_layers_is_predicted(tmp_path: Path) -> None:
+    """It is in the update, which on a CPU has two temporary tensors as long as the flat parameter."""
+    (tmp_path / "mine.py").write_text(
+        "import shardwise as sw, torch\nfrom tests.train.test_spec import Table\n"
+        "spec = sw.TrainSpec(model=Table, data=[torch.arange(4)] * 64)\n"
+    )
+    config = "train: {steps: 3, micro_batch_size: 4}\nparallel: {strategy: ddp}\nlog: {tensorboard: false}\n"
+    ((code, text),) = train_on(2, tmp_path, ("mine.py", "--run-dir", "run"), config=config)
+    assert code == 0, text
+    shown = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert shown["peak_memory_bytes"] == pytest.approx(shown["predicted_peak_memory_bytes"], rel=0.01)
+
+
 def test_a_spec_that_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import shardwise as sw\nspecs = sw.TrainSpec()\nother = 3\n")
     with pytest.raises(ConfigError, match=r"there is no 'spec' in it\. Did you mean 'specs'"):

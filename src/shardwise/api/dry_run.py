@@ -57,12 +57,13 @@ class DryRun(Shown):
 
     Attributes:
         events: Every collective of the step, including the optimizer's, in order.
-        peak_bytes: Peak of allocated device memory in forward and backward: the sum of all categories except ``host``.
+        peak_bytes: Peak of allocated device memory in the step: the sum of all categories except ``host``.
         bytes_by_category: Bytes by category: ``parameters``, ``gradients``, ``optimizer`` (owned shards only),
             ``gathered``, ``reduce`` (gradient buffers, and with Gloo the buffers that reductions receive into),
             ``host`` (offloaded tensors, also activations), ``average`` (if there is one) and ``activations`` (the peak
-            of everything else in forward and backward: tensors that autograd saves, and temporary tensors).
-            ``gradients``, ``gathered`` and ``reduce`` are the bytes allocated at the moment of the peak.
+            of everything else: tensors that autograd saves, and temporary tensors; with Gloo also those of the
+            optimizer, whose kernels on a GPU are taken as fused). ``gradients``, ``gathered`` and ``reduce`` are the
+            bytes allocated at the moment of the peak.
         rank: The simulated rank.
         world_size: Number of ranks.
         strategy: The plan's strategy, in words.
@@ -212,28 +213,40 @@ def dry_run(
         stepper.step()
         stepper.zero_grad()
         engine.free_gradients()
-        totals = held_bytes(engine, [stepper])
-        with record_collectives(model) as events, _Log() as seen:
-            gc.collect()  # garbage of an earlier dry run must not be freed during this step
-            seen.see_all_objects()
-            before = seen.live_bytes
-            at_rest = {category: _num_bytes(tensors) for category, tensors in _allocated_in_a_step(engine).items()}
-            forward_and_backward()
-        totals["activations"] = seen.peak_bytes - before
-        for category, tensors in _allocated_in_a_step(engine).items():
-            more = seen.bytes_at_peak(tensors) - at_rest[category]
-            totals["activations"] -= more
-            totals[category] += more
-        seen.forget()
-        with record_collectives(model) as sent_by_update:
-            stepper.step()
-        events += sent_by_update
+        with record_collectives(model) as events:
+            totals = _run_and_count(forward_and_backward, stepper, engine, is_cuda=is_cuda)
     if average is not None:
         totals["average"] = average.num_bytes - average.num_host_bytes
         totals["host"] += average.num_host_bytes
     strategy = plan.strategy if isinstance(plan.strategy, str) else plan.placements.describe()
     bubble = _bubble_share(plan, num_microbatches)
     return DryRun(events, sum(totals.values()) - totals["host"], totals, rank, world_size, strategy, count, bubble)
+
+
+def _run_and_count(
+    forward_and_backward: Callable[[], None], optimizer: torch.optim.Optimizer, engine: Engine, *, is_cuda: bool
+) -> dict[str, int]:
+    """Run a step of the steady state, and return the bytes at its peak, by category."""
+    totals = held_bytes(engine, [optimizer])
+    # On the host, and in a GPU's fused kernels, the update has no temporary tensors on the device.
+    counts_update = not is_cuda and not any(group.facts.is_offloaded for group in engine.groups)
+    with _Log() as seen:
+        gc.collect()  # garbage of an earlier dry run must not be freed during this step
+        seen.see_all_objects()
+        before = seen.live_bytes
+        at_rest = {category: _num_bytes(tensors) for category, tensors in _allocated_in_a_step(engine).items()}
+        forward_and_backward()
+        if counts_update:
+            optimizer.step()
+    totals["activations"] = seen.peak_bytes - before
+    for category, tensors in _allocated_in_a_step(engine).items():
+        more = seen.bytes_at_peak(tensors) - at_rest[category]
+        totals["activations"] -= more
+        totals[category] += more
+    seen.forget()
+    if not counts_update:
+        optimizer.step()
+    return totals
 
 
 def _num_bytes(tensors: Iterable[Tensor | None]) -> int:

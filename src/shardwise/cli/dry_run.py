@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,6 @@ from shardwise.spec.errors import ConfigError, StateError
 from shardwise.spec.text import aligned, first_line, printable, size
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from shardwise.api.dry_run import DryRun, OptimizerFactory
@@ -200,13 +199,7 @@ def _from_file(
 
     from shardwise.train.config.resolve import resolve
     from shardwise.train.config.sections import read_config
-    from shardwise.train.model.build import (
-        blank_batch,
-        build_model,
-        build_optimizer,
-        objective_of,
-        parameter_groups,
-    )
+    from shardwise.train.model.build import blank_batch, for_dry_run, objective_of
 
     resolved = resolve(read_config(path, overrides), world_size, local_size, checks_data=False)
     config, batch = resolved.config, resolved.batch
@@ -220,17 +213,7 @@ def _from_file(
         seq_len=seq or resolved.seq_len,
         batch=dataclasses.replace(batch, micro=micro_batch or batch.micro),
     )
-    built: list[nn.Module] = []  # the newest model, whose parameters the optimizer groups
-
-    def build() -> nn.Module:
-        built[:] = [build_model(resolved, torch.device("meta"))]
-        return built[0]
-
-    def make_optimizer(_parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return build_optimizer(
-            config.optimizer, parameter_groups(config.optimizer, built.pop()), resolved.spec.optimizer
-        )
-
+    build, make_optimizer = for_dry_run(resolved)
     return _Subject(
         build,
         blank_batch(resolved, torch.device("meta"), reads_iterables=True),

@@ -358,6 +358,23 @@ def build_optimizer(
     return optimizer
 
 
+def for_dry_run(
+    resolved: RunConfig,
+) -> tuple[Callable[[], nn.Module], Callable[[Iterable[Any]], torch.optim.Optimizer]]:
+    """Return functions for ``sw.dry_run`` that build the model, and then its optimizer."""
+    section = resolved.config.optimizer
+    built: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        built[:] = [build_model(resolved, torch.device("meta"))]
+        return built[0]
+
+    def make_optimizer(_parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        return build_optimizer(section, parameter_groups(section, built.pop()), resolved.spec.optimizer)
+
+    return build, make_optimizer
+
+
 def _is_offloaded(parameter: Tensor) -> bool:
     group = group_of(parameter)
     return group is not None and group.facts.is_offloaded and parameter.device.type == "cpu"

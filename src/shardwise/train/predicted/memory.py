@@ -29,7 +29,7 @@ from shardwise.spec.memory.eight_bit import eight_bit_bytes
 from shardwise.spec.memory.footprint import StateBytes
 from shardwise.train.config.resolve import RunConfig
 from shardwise.train.control import Control
-from shardwise.train.model.build import blank_batch, build_model, objective_of
+from shardwise.train.model.build import blank_batch, for_dry_run, objective_of
 from shardwise.train.predicted.workload import optimizer_of
 from shardwise.weights.state.average import ExponentialMovingAverage
 
@@ -177,10 +177,12 @@ def _state_bytes(resolved: RunConfig, engine: Engine, optimizer: torch.optim.Opt
 
 def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dict[str, int]:
     """Return the memory categories that only a dry run of a full step can predict, at the peak on this rank."""
-    batch, objective, plan = resolved.batch, objective_of(resolved), resolved.plan
+    batch, objective, plan, section = resolved.batch, objective_of(resolved), resolved.plan, resolved.config.optimizer
+    is_foreign = resolved.spec.optimizer is not None or section.name == "adamw8bit"  # may not run without values
+    build, make_optimizer = for_dry_run(resolved)
     with torch.random.fork_rng(devices=[]):
         found = sw.dry_run(
-            lambda: build_model(resolved, torch.device("meta")),
+            build,
             plan,
             world_size=control.size,
             rank=control.rank,
@@ -191,6 +193,7 @@ def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dic
             num_microbatches=batch.accumulation
             if plan.pp > 1
             else min(batch.accumulation, 2),  # those in the middle are alike
-            in_backward=resolved.config.optimizer.in_backward,
+            optimizer="adamw" if is_foreign else make_optimizer,
+            in_backward=section.in_backward,
         )
     return {name: found.bytes_by_category[name] for name in ("gradients", "gathered", "reduce", "activations")}
