@@ -309,9 +309,14 @@ def test_ranks_with_prompts_of_their_own_go_in_step_and_disagreements_are_told()
 
 
 def build_family(name):
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
+    if name == "gpt_neo":
+        config = GPTNeoConfig(vocab_size=VOCAB, max_position_embeddings=SEQ, hidden_size=24, num_layers=2, num_heads=4,
+                              attention_types=[[["global", "local"], 1]], window_size=4, initializer_range=0.3,
+                              bos_token_id=1, eos_token_id=1)  # fmt: skip
+        return GPTNeoForCausalLM(config).eval()
     if name == "gpt2":
         config = GPT2Config(vocab_size=VOCAB, n_positions=SEQ, n_embd=24, n_layer=2, n_head=4, initializer_range=0.3,
                             bos_token_id=1, eos_token_id=1)  # fmt: skip
@@ -337,6 +342,8 @@ def own_generate(model, prompt):
 def generated_by_families(expected):
     for name, rows in expected.items():
         for plan in (sw.ParallelPlan(), sw.ParallelPlan(tp=2), sw.ParallelPlan(pp=2)):
+            if plan.tp > 1 and name == "gpt_neo":  # without styles
+                continue
             model = sw.parallelize(build_family(name), plan)
             assert sw.generate(model, PROMPTS, max_new_tokens=NEW) == rows, (name, plan.tp, plan.pp)
 
@@ -344,7 +351,7 @@ def generated_by_families(expected):
 @pytest.mark.preload("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2")
 def test_causal_models_of_transformers_say_what_their_own_generate_says():
     expected = {}
-    for name in ("gpt2", "llama"):
+    for name in ("gpt2", "llama", "gpt_neo"):
         found = [own_generate(build_family(name), prompt) for prompt in PROMPTS]
         assert min(margin for _, margin in found) > LEAST_MARGIN
         expected[name] = [tokens for tokens, _ in found]

@@ -180,7 +180,13 @@ class _TransformersDecoder:
         options = dict(self._options, input_ids=new_BT, attention_mask=mask)
         if self._takes_positions:
             options["position_ids"] = positions
-        return model(**options)
+        output = model(**options)
+        if self._layers is not None and not self._layers and any(layer.is_initialized for layer in self.cache.layers):
+            raise StateError(
+                f"the layers that {type(model).__name__} caches on a pipeline stage are not known: its attention has"
+                " neither layer_idx nor layer_id.\n  Set pp=1."
+            )
+        return output
 
     def logits(self, output: Any) -> Tensor:
         return output.logits[:, -1]

@@ -273,7 +273,7 @@ def _layers(stages: PipelineStages, stage: int) -> set[int]:
     """Return the indices of the layers of a stage, if its attention modules have them."""
     parents = [each.module for each in stages.modules if each.stage == stage]
     modules = [module for each in parents for module in each.modules()]
-    numbers: list[Any] = [getattr(module, "layer_idx", None) for module in modules]
+    numbers: list[Any] = [getattr(m, "layer_idx", getattr(m, "layer_id", None)) for m in modules]  # GPT-Neo has an id
     return {number for number in numbers if isinstance(number, int)}
 
 
