@@ -94,6 +94,28 @@ def test_a_hugging_face_folder_is_rehearsed_without_its_weights(
     (tmp_path / "run.yaml").write_text("model: {hf: llama}\ndata: {source: random}\nparallel: {tp: 3}\n")
     assert main(["train", "run.yaml", "--nproc", "3"]) == 78
     assert "4 heads of 8 cannot be divided" in capsys.readouterr().err
+    assert main(["train", "run.yaml", "--nproc", "3", "--set", "data.seq_len=4096"]) == 78
+    assert "4096 tokens are more than the model's 2048 positions; lower it\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "code", "message"),
+    [
+        ("{rank: 4, targets: [nothing]}", 78, "Target modules {'nothing'} not found in the base model"),
+        ("{adapter: of_another}", 65, "of_another: Can't find 'adapter_config.json'"),
+    ],
+)
+def test_adapters_that_do_not_fit_the_folder_start_nothing(
+    setting: str, code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft", reason="the lora extra is not installed")
+    from tests.common.tokenizers import save_model
+
+    save_model(tmp_path / "llama", vocab_size=64)
+    (tmp_path / "run.yaml").write_text(f"model: {{hf: llama}}\ndata: {{source: random}}\nlora: {setting}\n")
+    for verb in ("train", "validate"):
+        assert main([verb, "run.yaml", "--nproc", "2"]) == code
+        assert message in capsys.readouterr().err
 
 
 def test_a_plan_that_any_model_fits_loads_no_torch(tmp_path: Path) -> None:

@@ -184,6 +184,13 @@ def test_many_files_are_tokenized_side_by_side_and_keep_their_order(
         prepared(tmp_path / "rows", "text")
 
 
+def test_a_first_row_without_text_is_named_as_such_and_not_as_a_conversation(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": null}\n{"text": "a"}\n')
+    (tmp_path / "run.yaml").write_text("data: {source: rows.jsonl, tokenizer: bytes}\n")
+    with pytest.raises(DataError, match=r"rows.jsonl:1 has no text in column text: NoneType"):
+        resolve(read_config(tmp_path / "run.yaml", [f"data.source={tmp_path / 'rows.jsonl'}"]), 1)
+
+
 def test_of_two_processes_one_makes_the_tokens_and_the_other_waits(text: Path, tmp_path: Path) -> None:
     """Both begin while nothing is there; each makes a note when it tokenizes."""
     code = """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.checkpoint.storage import place_of, storage_of
-from shardwise.spec.errors import ConfigError, MeshError, NonFiniteError, PlanError, ShardwiseError
+from shardwise.spec.errors import CheckpointError, ConfigError, MeshError, NonFiniteError, PlanError, ShardwiseError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.run_files import CONFIG, LOGS
 from shardwise.spec.text import printable
@@ -260,12 +260,14 @@ def step_range_of(text: str | None) -> range:
 
 
 def rehearse(resolved: RunConfig, world_size: int, local_size: int | None = None) -> None:
-    """Apply the plan to the model on meta if the plan depends on parts of the model.
+    """Apply the plan to the model on meta if the plan or the adapters depend on parts of the model.
 
-    This finds everything that ``sw.parallelize`` would refuse in the workers: degrees that do not divide heads, layers
-    or experts, names of missing modules. Imports torch for such plans only.
+    This finds everything that would be refused in the workers: degrees that do not divide heads, layers or experts,
+    names of missing modules, an adapter of another model. Imports torch for such configurations only.
     """
-    if not _depends_on_model(resolved.plan):
+    lora = resolved.config.lora
+    names_layers = lora.is_used and (lora.adapter is not None or lora.targets != "all-linear")
+    if not (names_layers or _depends_on_model(resolved.plan)):
         return
     import torch
 
@@ -279,7 +281,7 @@ def rehearse(resolved: RunConfig, world_size: int, local_size: int | None = None
             world_size=world_size,
             ranks_per_machine=local_size,
         )
-    except (PlanError, MeshError, ConfigError):
+    except (PlanError, MeshError, ConfigError, CheckpointError):
         raise
     except Exception:  # noqa: BLE001, S110  a model that fails on meta may still build in the workers
         pass

@@ -196,7 +196,7 @@ def _form(section: OneSource, source: Source, tokenizer: Tokenizer, task: Task, 
         pairs.check(list(first), source.name)
         return pairs
     column = column_of(list(first), section.column, source.name)
-    if column != PROMPT and isinstance(first[column], str):
+    if column == TEXT or (column != PROMPT and isinstance(first[column], str)):
         return Texts(tokenizer, column)
     if not isinstance(tokenizer, FolderTokenizer):
         raise ConfigError(

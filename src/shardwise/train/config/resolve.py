@@ -592,6 +592,7 @@ def _seq_len(raw: RawConfig, positions: int | None, plan: ParallelPlan) -> int:
         )
         raw.fail("data", "seq_len", message)
     if positions is not None and seq_len > positions:
-        message = f"{seq_len} tokens are more than the model's {positions} positions; lower it, or raise model.seq_len"
+        other = "" if raw.config.model.hf else ", or raise model.seq_len"
+        message = f"{seq_len} tokens are more than the model's {positions} positions; lower it{other}"
         raw.fail("data", "seq_len", message)
     return seq_len
