@@ -317,6 +317,17 @@ def build_family(name):
                               attention_types=[[["global", "local"], 1]], window_size=4, initializer_range=0.3,
                               bos_token_id=1, eos_token_id=1)  # fmt: skip
         return GPTNeoForCausalLM(config).eval()
+    if name == "qwen3_next":  # under pp a stage without attention, and one with nothing else
+        from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 2,
+                 "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+                 "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+                 "linear_value_head_dim": 8}  # fmt: skip
+        config = Qwen3NextConfig(vocab_size=VOCAB, max_position_embeddings=SEQ, hidden_size=24, num_hidden_layers=2,
+                                 layer_types=["linear_attention", "full_attention"], initializer_range=0.3,
+                                 eos_token_id=1, **sizes)  # fmt: skip
+        return Qwen3NextForCausalLM(config).eval()
     if name == "gpt2":
         config = GPT2Config(vocab_size=VOCAB, n_positions=SEQ, n_embd=24, n_layer=2, n_head=4, initializer_range=0.3,
                             bos_token_id=1, eos_token_id=1)  # fmt: skip
@@ -342,7 +353,7 @@ def own_generate(model, prompt):
 def generated_by_families(expected):
     for name, rows in expected.items():
         for plan in (sw.ParallelPlan(), sw.ParallelPlan(tp=2), sw.ParallelPlan(pp=2)):
-            if plan.tp > 1 and name == "gpt_neo":  # without styles
+            if plan.tp > 1 and name in {"gpt_neo", "qwen3_next"}:  # without styles
                 continue
             model = sw.parallelize(build_family(name), plan)
             assert sw.generate(model, PROMPTS, max_new_tokens=NEW) == rows, (name, plan.tp, plan.pp)
@@ -351,7 +362,7 @@ def generated_by_families(expected):
 @pytest.mark.preload("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2")
 def test_causal_models_of_transformers_say_what_their_own_generate_says():
     expected = {}
-    for name in ("gpt2", "llama", "gpt_neo"):
+    for name in ("gpt2", "llama", "gpt_neo", "qwen3_next"):
         found = [own_generate(build_family(name), prompt) for prompt in PROMPTS]
         assert min(margin for _, margin in found) > LEAST_MARGIN
         expected[name] = [tokens for tokens, _ in found]

@@ -157,7 +157,7 @@ class _TransformersDecoder:
     ) -> None:
         self._make = functools.partial(_TransformersDecoder, config, accepted, cache_name=cache_name)
         self._layers = layers
-        self.cache = _cache(config, capacity, layers)
+        self.cache, self._other_layers = _cache(config, capacity, layers)
         self._capacity = capacity
         self.padding = tuple(padding)
         self._padding_B1 = torch.tensor(padding)[:, None] if any(padding) else None
@@ -168,6 +168,8 @@ class _TransformersDecoder:
 
     def call(self, model: nn.Module, new_BT: Tensor) -> Any:
         T, device = new_BT.shape[1], new_BT.device
+        if self._other_layers is not None:
+            self._other_layers.set_length(self.length)
         self.length += T
         columns_T = torch.arange(self.length - T, self.length, device=device)
         positions, mask = columns_T[None], None
@@ -181,7 +183,7 @@ class _TransformersDecoder:
         if self._takes_positions:
             options["position_ids"] = positions
         output = model(**options)
-        if self._layers is not None and not self._layers and any(layer.is_initialized for layer in self.cache.layers):
+        if self._layers is not None and not self._layers and any(map(_is_filled, self.cache.layers)):
             raise StateError(
                 f"the layers that {type(model).__name__} caches on a pipeline stage are not known: its attention has"
                 " neither layer_idx nor layer_id.\n  Set pp=1."
@@ -254,13 +256,18 @@ def _options(accepted: Collection[str], num_logits: int) -> dict[str, Any]:
     return {"return_dict": True} | {name: value for name, value in options.items() if name in accepted}
 
 
-def _cache(config: Any, capacity: int, layers: Collection[int] | None) -> Any:
-    """Make a cache of transformers for ``layers``.
+def _is_filled(layer: Any) -> bool:
+    return getattr(layer, "is_initialized", False)
+
+
+def _cache(config: Any, capacity: int, layers: Collection[int] | None) -> tuple[Any, Any]:
+    """Make a cache of transformers for ``layers``, and the layer that stands for the others if no other one can.
 
     The model asks some layer, often the first, for the number of cached tokens. A layer that is not cached here is
-    replaced by a cached layer of the same type, which answers the question.
+    replaced by a cached layer of the same type, or another one with attention, which answers the question. If no layer
+    with attention is cached here, a layer without contents does.
     """
-    from transformers.cache_utils import DynamicCache, DynamicLayer  # pyrefly: ignore[missing-import]
+    from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer  # pyrefly: ignore[missing-import]
 
     cache: Any = DynamicCache(config=config.get_text_config(decoder=True))
     indices = range(len(cache.layers)) if layers is None else sorted(layers)
@@ -268,11 +275,13 @@ def _cache(config: Any, capacity: int, layers: Collection[int] | None) -> Any:
         if type(cache.layers[index]) is DynamicLayer:
             cache.layers[index] = _roomy_layer()(capacity)
     by_type = {type(cache.layers[index]): cache.layers[index] for index in reversed(indices)}
-    some = next(iter(by_type.values()), None)
-    for index in set(range(len(cache.layers))).difference(indices) if some is not None else ():
+    with_attention = [layer for layer in by_type.values() if isinstance(layer, CacheLayerMixin)]
+    some = with_attention[-1] if with_attention else _roomy_layer()(0)
+    for index in set(range(len(cache.layers))).difference(indices):
         kind = _roomy_layer() if type(cache.layers[index]) is DynamicLayer else type(cache.layers[index])
-        cache.layers[index] = by_type.get(kind, some)
-    return cache
+        if kind in by_type or issubclass(kind, CacheLayerMixin):
+            cache.layers[index] = by_type.get(kind, some)
+    return cache, None if with_attention else some
 
 
 def _join_layer(target: Any, parts: Sequence[tuple[Any, Sequence[int]]], length: int) -> None:
@@ -303,6 +312,12 @@ def _roomy_layer() -> Any:
         def __init__(self, capacity: int) -> None:
             super().__init__()
             self.capacity, self._length = capacity, 0
+
+        def get_seq_length(self) -> int:
+            return self._length
+
+        def set_length(self, length: int) -> None:
+            self._length = length
 
         def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
             self._room, self._length = (keys, values), length
