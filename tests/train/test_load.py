@@ -37,6 +37,16 @@ def test_an_adapter_without_its_model_is_refused_with_what_to_name(tmp_path):
         find_model(tmp_path)
 
 
+def test_a_run_whose_model_folder_was_moved_says_where_a_copy_has_to_be(tmp_path, monkeypatch):
+    """The verbs that read a run take no model.hf; they said to correct it."""
+    (tmp_path / "manifest.json").touch()
+    monkeypatch.setattr("shardwise.train.load.saved_config", lambda _path: {"model": {"hf": "models/my llama"}})
+    with pytest.raises(
+        CheckpointError, match=r"trained from models/my llama, .*\n.* ln -s /path\S+ 'models/my llama'$"
+    ):
+        find_model(tmp_path)
+
+
 def test_a_folder_that_cannot_continue_texts_is_not_to_be_exported(tmp_path):
     config = {"is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"], "vocab_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))

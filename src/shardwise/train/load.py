@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,6 +187,12 @@ def find_model(path: Path) -> TrainedModel:
                 f"{printable(path)} is of a model of the user's own (a spec, or a loop with sw.Run), which this verb"
                 " does not know.\n  Build it in Python, and load its weights:"
                 f" sw.load({str(checkpoint)!r}, sw.parallelize(model))."
+            )
+        hf = saved.model.hf
+        if hf is not None and not (Path(hf).expanduser() / "config.json").is_file():
+            raise CheckpointError(
+                f"{printable(path)} was trained from {printable(hf)}, which holds no config.json now.\n"
+                f"  Restore the folder, or link a copy of it there: ln -s /path/of/the/copy {shlex.quote(hf)}"
             )
         if saved.lora.is_used:
             from shardwise.checkpoint.reader import open_checkpoint

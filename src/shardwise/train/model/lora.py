@@ -120,7 +120,7 @@ def check_base(base: Path, saved: object) -> None:
     if saved is not None and fingerprint(base) != saved:
         raise CheckpointError(
             f"the weights in {printable(base)} are not those that the adapter was trained on.\n"
-            "  Restore the folder, or name its copy in model.hf."
+            "  Restore the folder. A run that continues may also name a copy: --set model.hf=FOLDER"
         )
 
 
