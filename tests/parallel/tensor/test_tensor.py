@@ -198,6 +198,25 @@ def test_a_parametrized_layer_is_left_whole_on_advice():
         plan_sharding(nn.Sequential(layer), {"0": "colwise"}, 2)
 
 
+@pytest.mark.parametrize(
+    ("layer", "style", "words"),
+    [
+        (nn.Linear(4, 8), "colwise_heads", "'attention' does not tell the width of its heads .head_dim.*Use colwise"),
+        (nn.Linear(4, 8), "embedding_heads", "a Linear is not an nn.Embedding.*Leave it out"),
+        (nn.Linear(4, 8), "vocabulary_loss:head", "'attention.head' is not divided by its ids.*colwise_vocabulary"),
+        (nn.Embedding(8, 4, max_norm=1.0), "embedding_rowwise", "without max_norm and sparse gradients.*Leave it out"),
+        (nn.Embedding(8, 4, scale_grad_by_freq=True), "embedding_rowwise", "counts ids that other ranks.*Leave it out"),
+        (nn.Linear(4, 8), "divide:heads", "Linear has no number 'heads' to divide.*Name one that it has"),
+        (nn.Linear(4, 8), "dropout_features", "a Linear is not an nn.Dropout.*Leave it out"),
+        (nn.Linear(4, 1), "colwise_vocabulary", "its 1 ids are fewer than the 2 ranks of tp.*Set tp to 1 or less"),
+    ],
+)
+def test_a_style_that_does_not_go_with_its_module_is_refused_with_what_to_do(layer, style, words):
+    model = nn.ModuleDict({"attention": nn.ModuleDict({"layer": layer})})
+    with pytest.raises(PlanError, match=f"(?s)'attention.layer' .{style}. with tp=2: .*{words}"):
+        plan_sharding(model, {"attention.layer": style}, 2)
+
+
 def test_the_entry_of_one_layer_holds_over_that_of_all():
     table = {"0.up": "replicate", "*.up": "colwise", "*.down": "rowwise", "0.down": "rowwise_split_input"}
     model = nn.Sequential(*(nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(2)))

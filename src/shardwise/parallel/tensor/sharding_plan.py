@@ -452,9 +452,14 @@ def _rowwise(site: _Site, plan: ShardingPlan, *, splits: bool = False) -> None:
 def _embedding_rowwise(site: _Site, plan: ShardingPlan) -> None:
     module = site.module
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
-        raise PlanError("only an nn.Embedding without max_norm and sparse gradients can be cut by its ids.")
+        raise PlanError(
+            "only an nn.Embedding without max_norm and sparse gradients can be cut by its ids.\n"
+            "  Leave it out (tp_plan)."
+        )
     if module.scale_grad_by_freq:
-        raise PlanError("an embedding with scale_grad_by_freq counts ids that other ranks hold.")
+        raise PlanError(
+            "an embedding with scale_grad_by_freq counts ids that other ranks hold.\n  Leave it out (tp_plan)."
+        )
     _check_embedding(module)
     _near_even_sizes(module.num_embeddings, plan.size)
     start, stop = near_even_range(module.num_embeddings, plan.size, plan.rank)
@@ -539,7 +544,7 @@ _RULES: dict[str, Callable[[_Site, ShardingPlan], Any]] = {
 
 def _near_even_sizes(size: int, parts: int) -> tuple[int, ...]:
     if size < parts:
-        raise PlanError(f"{size} are fewer than {parts} ranks.\n  Set tp to {size} or less.")
+        raise PlanError(f"its {size} ids are fewer than the {parts} ranks of tp.\n  Set tp to {size} or less.")
     edges = [near_even_range(size, parts, part) for part in range(parts)]
     return tuple(stop - start for start, stop in edges)
 
