@@ -40,12 +40,14 @@ def folder(tmp_path: Path) -> Path:
         ("parallel.pp=2", "train.gradient_accumulation_steps=4"),
         ("parallel.tp=2",),
         ("train.chunked_cross_entropy=true",),
+        ("parallel.cp=2", "data.packing=false"),  # each microbatch had the same weight, however many tokens it learns
     ],
 )
 def test_a_step_s_loss_is_the_mean_over_its_learned_tokens_on_any_ranks(
     folder: Path, settings: tuple[str, ...]
 ) -> None:
-    one = train_here(folder, 1, ("--run-dir", "one"), config=CONFIG, before=cache_here)
+    packing = sets(*(each for each in settings if each.startswith("data.")))
+    one = train_here(folder, 1, ("--run-dir", "one", *packing), config=CONFIG, before=cache_here)
     two = train_here(folder, 2, ("--run-dir", "two", *sets(*settings)), config=CONFIG, before=cache_here)
     assert [code for code, _ in one + two] == [0, 0], two
     plain, spread = all_losses(folder, "one", "two")

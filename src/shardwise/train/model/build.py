@@ -156,13 +156,16 @@ def objective(
             lambda output, batch: output if batch.num_targets is None else _cross_entropy(output, batch),
         )
     if cp > 1:
-        return Objective(
-            lambda model, batch: model(input_ids=batch.inputs, labels=batch.targets, shift_labels=batch.targets),
-            lambda output, _batch: output.loss,
-        )
+        return Objective(_call_divided, lambda output, _batch: output.loss)
     if task.name == ANSWER:
         return Objective(_call_with_decoder, _loss_of_hf)
     return Objective(functools.partial(_call_hf, reads_logits=reads_logits), _loss_of_hf)
+
+
+def _call_divided(model: nn.Module, batch: TokenBatch) -> Any:
+    """Call a model under ``cp`` for its loss. Padding is at the end of rows, so that no mask is needed."""
+    number = batch.num_targets
+    return model(input_ids=batch.inputs, labels=batch.targets, shift_labels=batch.targets, num_items_in_batch=number)
 
 
 def _loss_of_hf(output: Any, batch: TokenBatch) -> Tensor:
