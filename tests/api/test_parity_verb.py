@@ -111,3 +111,29 @@ def test_accumulation_and_a_scaler_are_compared():
         assert whole.is_bitwise, whole
     assert [row.holds for row in found["wrong"].rows] == [False, False]
     assert "microbatches=0" in found["none"]
+
+
+class Spectral(nn.Module):
+    """A layer with complex weights."""
+
+    def __init__(self, turned: float) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64) + 1j * turned)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs().square().mean()
+
+
+@on_ranks(2)
+def test_complex_weights_are_compared_with_their_imaginary_parts():
+    generator = torch.Generator().manual_seed(5)
+    data = [torch.randn(4, 4, generator=generator) for _ in range(3)]
+    built = itertools.count()
+    given: dict[str, Any] = {"max_norm": 0.1, "locate": False}
+    plans = {name: sw.ParallelPlan(strategy=name) for name in ("ddp", "zero3")}
+    equal = sw.parity(lambda: Spectral(0.0), data, None, plans, **given)
+    assert equal.is_bitwise, equal
+    # The first model is looked at, the second trains as one process, the third as the plan says.
+    turned = sw.parity(lambda: Spectral(0.5 * (next(built) == 2)), data, None, {"ddp": plans["ddp"]}, **given)
+    assert turned.rows[0].absolute == pytest.approx(0.5, rel=0.2)

@@ -319,6 +319,37 @@ def test_a_float64_model_keeps_a_float64_norm():
     torch.testing.assert_close(first, expected, rtol=1e-12, atol=0)
 
 
+class Spectral(nn.Module):
+    """Complex weights alone, as in a Fourier neural operator."""
+
+    def __init__(self, dtype: torch.dtype = torch.complex128) -> None:
+        super().__init__()
+        torch.manual_seed(43)
+        self.modes = nn.ParameterList([torch.randn(4, 4, dtype=dtype), torch.randn(4, 3, dtype=dtype)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.modes:
+            x = x.to(weight.dtype) @ weight
+        return x.abs()
+
+
+@on_ranks(2)
+def test_the_norm_of_complex_gradients_is_torchs_in_every_order():
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    for strategy in PRESETS:
+        for order in (1.0, 2.0, 3.0, float("inf")):
+            plain, model = Spectral(), sw.parallelize(Spectral(), sw.ParallelPlan(strategy=strategy))
+            for each in (plain, model):
+                each(x).square().mean().backward()
+            expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01, order)
+            got = sw.clip_grad_norm(model, 0.01, norm_type=order)
+            assert got.dtype is torch.float64
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+            grads = {name: p.grad for name, p in plain.named_parameters()}
+            for shard in probe(model).shards:
+                torch.testing.assert_close(shard.grad, shard.part_of(grads[shard.name]), rtol=1e-12, atol=0)
+
+
 def layouts():
     """The same gradients in units of other sizes and on all ranks alike give the same norm."""
     found = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardwise.comm.dtype import as_real
 from shardwise.weights.state.extents import Pairs
 
 #: Buffers may contain infinity, for example attention masks.
@@ -35,8 +36,7 @@ def non_finite(tensors: Pairs) -> list[str]:
 
 def _range(tensor: Tensor) -> Tensor:
     """Return the smallest and the largest element as fp64; NaN if any element is NaN."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor).view(-1)
+    tensor = as_real(tensor)
     if tensor.element_size() == 1:  # fp8 has no minimum
         tensor = tensor.float()
     return torch.stack(torch.aminmax(tensor)).double()

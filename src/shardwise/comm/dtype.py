@@ -45,6 +45,11 @@ def memory_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as a view of real and imaginary parts, (..., 2); any other tensor as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def copy_shared(source: Extent, content: Tensor, target: Extent, into: Tensor) -> None:
     """Copy the elements that two extents of one tensor share, between the flat tensors that store the extents."""
     for block in shared(source, target):

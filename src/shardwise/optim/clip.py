@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.comm.base import Comm
-from shardwise.comm.dtype import memory_order
+from shardwise.comm.dtype import as_real, memory_order
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage import part
 from shardwise.engine.storage.attachment import attachment_of, engine_around, engine_of, engine_of_unit
@@ -154,7 +154,7 @@ def _norm(chosen: Mapping[Engine, _Below], order: float) -> Tensor:
         powers.append(_power(engine, below, order, dtypes))
     total = functools.reduce(lambda a, b: _merge(a, b.to(a.device), order), powers)
     root = total if order == math.inf else total.sqrt() if order == 2 else total ** (1 / order)
-    return root.to(torch.float64 if torch.float64 in dtypes else torch.float32).squeeze(0)
+    return root.to(torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32).squeeze(0)
 
 
 def _power(engine: Engine, below: _Below, order: float, dtypes: set[torch.dtype]) -> Tensor:
@@ -214,7 +214,7 @@ def _local_power(grads: Iterable[Tensor], device: torch.device, order: float) ->
     """Sum the powers of all elements on this rank (for inf: the maximum), as one float64 on ``device``."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
-        real = torch.view_as_real(grad) if grad.is_complex() and order == 2 else grad
+        real = as_real(grad) if order == 2 else grad.abs() if grad.is_complex() else grad
         if real.numel():
             alike.setdefault((real.device, real.dtype), []).extend(_pieces(real))
     total = torch.zeros(1, dtype=torch.float64, device=device)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.comm.dtype import as_real
+
 #: Kinds of differences, as in messages.
 SCALED, MISSING_SUM, DOUBLED_SUM, PERMUTED = "scaled", "missing sum", "doubled sum", "permuted"
 SHIFTED, ROUNDING, MISSING, NOT_FINITE, OTHER = "shifted", "rounding", "missing", "not finite", "other"
@@ -69,7 +71,7 @@ def of_tensors(got: Tensor, part: Tensor, whole: Tensor, tables: Sequence[tuple[
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().double().cpu()
+    return as_real(tensor).detach().double().cpu()
 
 
 def _narrow(got: Tensor, relative: float, shown: str) -> Kind | None:

@@ -22,6 +22,7 @@ import torch
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
+from shardwise.comm.dtype import as_real
 from shardwise.spec.mesh import AXES, Mesh
 from shardwise.spec.plan import ParallelPlan
 from shardwise.testing import kind as kinds
@@ -289,7 +290,7 @@ def _from_tensors(
     expected = total if part is None else part.take(total)
     got = torch.stack(captured).sum(0).reshape(expected.shape) if captured else torch.zeros_like(expected)
     kind = _of_terms(members[0], own, whole) or kinds.of_tensors(got, expected, total, whole.tables[members[0]])
-    gap = (got.double() - expected.double()).abs().max().item()
+    gap = (as_real(got).double() - as_real(expected).double()).abs().max().item()
     return {"kind": kind, "gap": gap, "largest": expected.abs().max().item()}
 
 

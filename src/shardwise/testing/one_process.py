@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.dtype import as_real
 from shardwise.parallel.pipeline.batch import Forward, LossFn, forward_loss
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -122,7 +123,7 @@ class OneProcess:
 
     def update(self) -> float:
         """Clip gradients, step the optimizer, and return the norm of the gradients."""
-        grads = [p.grad for p in self._parameters if p.grad is not None]
+        grads = [as_real(p.grad) for p in self._parameters if p.grad is not None]
         wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt() if grads else torch.zeros(())
         norm = wide.to(torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32)
         coefficient = torch.clamp(self._job.max_norm / (norm + 1e-6), max=1.0)

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.api import model as calls
 from shardwise.api import train_step as whole_step
-from shardwise.comm.dtype import memory_order
+from shardwise.comm.dtype import as_real, memory_order
 from shardwise.engine.storage.attachment import attachment_of
 from shardwise.engine.storage.optimizer import needed_by
 from shardwise.optim.clip import clip_grad_norm
@@ -325,7 +325,7 @@ class _Judge:
         if self.tolerance is None or not expected.any():
             assert same_bits(expected, got), f"{where} is {got}, not {expected}"
             return
-        expected, got = expected.double(), got.double()
+        expected, got = as_real(expected).double(), as_real(got).double()
         difference = ((got - expected).abs().max() / expected.abs().max()).item()
         assert difference <= self.tolerance.relative, f"{where} is {got}, not {expected}: {difference:.1e} apart"
 
@@ -412,7 +412,7 @@ class _Judge:
         if self.tolerance is None:
             assert same_bits(got, expected), f"{where} is off by {(got - expected).abs().max()}"
         elif got.numel():
-            difference = (got.double() - expected.double()).abs().max().item()
+            difference = (as_real(got).double() - as_real(expected).double()).abs().max().item()
             assert difference <= self.tolerance.absolute, f"{where} is off by {difference:.1e}"
 
     def _share_of_state(self, whole: Tensor, here: Tensor, shard: Shard) -> Tensor:
@@ -496,7 +496,7 @@ class _Sums:
 def _clip(judges: Sequence[_Judge], max_norm: float, step: int) -> None:
     """Clip gradients of copies and models, and compare the norms."""
     got = [clip_grad_norm(judge.side.model, max_norm) for judge in judges]
-    grads = [p.grad for p in judges[0].copies[0].parameters() if p.grad is not None]
+    grads = [as_real(p.grad) for p in judges[0].copies[0].parameters() if p.grad is not None]
     wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()
     norm = wide.to(got[0].dtype)
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

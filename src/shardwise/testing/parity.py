@@ -17,7 +17,7 @@ from shardwise.api.train_step import train_step
 from shardwise.comm.axes import join_world, open_comms
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
-from shardwise.comm.dtype import dtype_name
+from shardwise.comm.dtype import as_real, dtype_name
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch.world import ranks_per_machine
 from shardwise.optim.clip import clip_grad_norm
@@ -337,7 +337,11 @@ def _compare(name: str, size: int, expected: Run, got: Run, *, reader: int, rank
             other = got.parameters.get(key)
             if other is None or not torch.equal(value, other):
                 same_parameters = False
-                gap = math.inf if other is None else (value.double() - other.double()).abs().max().item()
+                gap = (
+                    math.inf
+                    if other is None
+                    else (as_real(value).double() - as_real(other).double()).abs().max().item()
+                )
                 differences[key] = gap
                 absolute = max(absolute, _or_inf(gap))
     where = max(differences, key=lambda key: _or_inf(differences[key]))

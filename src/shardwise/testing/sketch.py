@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.comm.dtype import as_real
 from shardwise.spec.slice import even_ranges
 from shardwise.spec.styles import near_even_range
 from shardwise.spec.traffic.context import own_ranges, padded_length
@@ -31,8 +32,7 @@ _NUM_ROWS = 256
 
 def sketch(tensor: Tensor) -> Tensor:
     """The sketch of a tensor, fp64, on its device: (SIZE,)."""
-    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    flat = real.reshape(-1)
+    flat = as_real(tensor.detach()).reshape(-1)
     directions = _directions(flat.device)
     signs = _signs(flat.numel() // _ROW + 1, flat.device)
     total = torch.zeros(SIZE, dtype=torch.float64, device=flat.device)

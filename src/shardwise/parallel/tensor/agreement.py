@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json, refuse_different
+from shardwise.comm.dtype import as_real
 from shardwise.parallel.tensor.layer import SharedParameters
 from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.slice import slice_of
@@ -189,7 +190,7 @@ def _first_of(names: list[str]) -> str:
 
 
 def _norm_and_sum(gradient: Tensor) -> tuple[float, float]:
-    values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    values = as_real(gradient)
     return torch.linalg.vector_norm(values).item(), values.sum().item()
 
 
