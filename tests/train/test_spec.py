@@ -557,7 +557,9 @@ def test_a_spec_is_planned_run_dry_and_compared_with_one_process(
     assert report == [True, True]
 
 
-def test_a_spec_that_reads_weights_is_planned_and_run_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spec_that_reads_weights_is_planned_and_run_dry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(CONFIG)
     save_model(tmp_path / "model", vocab_size=50)
@@ -572,6 +574,7 @@ def test_a_spec_that_reads_weights_is_planned_and_run_dry(tmp_path: Path, monkey
         "spec = sw.TrainSpec(model=model, data=samples, collate=collate)\n"
     )
     assert main(["plan", "--spec", "mine.py", "--gpus", "2", "--gpu", "H100-80GB-SXM"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("-m shardwise train plan.yaml")
     assert main(["dry-run", "run.yaml", "--spec", "mine.py", "--world-size", "2", "--json", "dry.json"]) == 0
     (dry,) = json.loads((tmp_path / "dry.json").read_text())
     assert dry["num_parameters"] > 0

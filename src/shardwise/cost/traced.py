@@ -20,7 +20,8 @@ from shardwise.spec.plan import ParallelPlan
 class TracedModel:
     """The work of one step of a module, traced without values.
 
-    ``family``, ``hidden``, ``vocab``, ``is_tied`` and ``stacks`` exist because a ``ModelShape`` has them.
+    ``family``, ``hidden``, ``vocab``, ``patch_numel``, ``is_tied`` and ``stacks`` exist because a ``ModelShape`` has
+    them.
 
     Attributes:
         name: The module's class.
@@ -32,6 +33,7 @@ class TracedModel:
         family: ``"traced"``.
         hidden: 0, because a trace has no width.
         vocab: 0.
+        patch_numel: 0.
         is_tied: False.
         stacks: Empty.
         refusals: Error messages, by ``"16 bit"`` or ``"fp32"``, if the module does not run in that precision.
@@ -45,6 +47,7 @@ class TracedModel:
     family: str = "traced"
     hidden: int = 0
     vocab: int = 0
+    patch_numel: int = 0
     is_tied: bool = False
     stacks: tuple[Any, ...] = ()
     refusals: tuple[tuple[str, str], ...] = ()
