@@ -496,13 +496,14 @@ class Table(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rows = torch.nn.Embedding(20_000, 16)
+        self.register_buffer("scales", torch.ones(20_000, 16), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.rows(ids).square().mean()
+        return (self.rows(ids) * self.scales[ids]).square().mean()
 
 
 def test_the_peak_of_a_model_without_layers_is_predicted(tmp_path: Path) -> None:
-    """It is in the update, which on a CPU has two temporary tensors as long as the flat parameter."""
+    """It is in the update, which on a CPU has two temporary tensors of the flat parameter; buffers count too."""
     (tmp_path / "mine.py").write_text(
         "import shardwise as sw, torch\nfrom tests.train.test_spec import Table\n"
         "spec = sw.TrainSpec(model=Table, data=[torch.arange(4)] * 64)\n"

@@ -24,7 +24,7 @@ from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.flat_parameters import flat_parameters
 from shardwise.measure.meta import FusedAttention, build_on_meta, hides_tokens, without_values, without_values_error
 from shardwise.measure.shapes import KnownShapes
-from shardwise.measure.storage import StorageCount, held_bytes
+from shardwise.measure.storage import StorageCount, buffer_bytes, held_bytes
 from shardwise.nested import forgets_meta
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.muon import Muon
@@ -60,10 +60,10 @@ class DryRun(Shown):
         peak_bytes: Peak of allocated device memory in the step: the sum of all categories except ``host``.
         bytes_by_category: Bytes by category: ``parameters``, ``gradients``, ``optimizer`` (owned shards only),
             ``gathered``, ``reduce`` (gradient buffers, and with Gloo the buffers that reductions receive into),
-            ``host`` (offloaded tensors, also activations), ``average`` (if there is one) and ``activations`` (the peak
-            of everything else: tensors that autograd saves, and temporary tensors; with Gloo also those of the
-            optimizer, whose kernels on a GPU are taken as fused). ``gradients``, ``gathered`` and ``reduce`` are the
-            bytes allocated at the moment of the peak.
+            ``host`` (offloaded tensors, also activations), ``buffers`` and ``average`` (if the model has such) and
+            ``activations`` (the peak of everything else: tensors that autograd saves, and temporary tensors; with Gloo
+            also those of the optimizer, whose kernels on a GPU are taken as fused). ``gradients``, ``gathered`` and
+            ``reduce`` are the bytes allocated at the moment of the peak.
         rank: The simulated rank.
         world_size: Number of ranks.
         strategy: The plan's strategy, in words.
@@ -215,6 +215,8 @@ def dry_run(
         engine.free_gradients()
         with record_collectives(model) as events:
             totals = _run_and_count(forward_and_backward, stepper, engine, is_cuda=is_cuda)
+    if num_bytes := buffer_bytes(model, "meta"):
+        totals["buffers"] = num_bytes
     if average is not None:
         totals["average"] = average.num_bytes - average.num_host_bytes
         totals["host"] += average.num_host_bytes

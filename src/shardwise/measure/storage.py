@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -151,6 +151,12 @@ class StorageCount(TorchDispatchMode):
         self._change(key, -self._sizes.pop(key, 0))
         self._owners.pop(key, None)
         self._mark()
+
+
+def buffer_bytes(model: nn.Module, device_type: str) -> int:
+    """Count the bytes of the distinct storages of the model's buffers, such as tables and running statistics."""
+    found = [buffer for buffer in model.buffers() if buffer.device.type == device_type]
+    return sum({torch_private.storage_identity(each): each.untyped_storage().nbytes() for each in found}.values())
 
 
 def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:

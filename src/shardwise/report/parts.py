@@ -16,7 +16,7 @@ from shardwise.spec.schedule.simulate import Timing
 Figure = dict[str, Any]
 #: Categories of memory, and of a predicted time, in stacking order.
 MEMORY = (
-    "parameters", "gradients", "optimizer", "gathered", "reduce", "activations", "logits", "host", "average",
+    "parameters", "gradients", "optimizer", "gathered", "reduce", "activations", "logits", "host", "average", "buffers",
 )  # fmt: skip
 TIME = (
     "compute", "exposed gather", "exposed reduce", "tp", "pp bubble", "cp", "ep", "optimizer", "offload", "host",

@@ -23,7 +23,7 @@ from shardwise.api import summary
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.ignored import ignored_of
-from shardwise.measure.storage import StorageCount
+from shardwise.measure.storage import StorageCount, buffer_bytes
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.memory.eight_bit import eight_bit_bytes
 from shardwise.spec.memory.footprint import StateBytes
@@ -125,6 +125,7 @@ def predict(
     num_bytes = summary.predict(engine, optimizer_tensors=num_states, num_microbatches=accumulation).as_dict()
     if device.type == "cuda":
         num_bytes["workspaces"] = 2 * _workspace_bytes(device)  # forward and backward run in different threads
+    num_bytes["buffers"] = buffer_bytes(model, device.type)
     if average is not None:
         num_bytes["average"] = average.num_bytes - average.num_host_bytes
         num_bytes["host"] += average.num_host_bytes
