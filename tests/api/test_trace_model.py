@@ -207,10 +207,20 @@ def _wide_layers() -> nn.Module:
     return nn.Sequential(*(nn.TransformerEncoderLayer(32, 2, 256, dropout=0.0, batch_first=True) for _ in range(8)))
 
 
+class _Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(4000, 64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table[: len(x)]
+
+
 @pytest.mark.parametrize(
     ("build", "shape", "recompute"),
     [
         (_layers, (512, 64), "none"),
+        (lambda: nn.Sequential(_Table(), *_layers()), (512, 64), "none"),
         (_wide_head, (4096, 64), "none"),
         (lambda: _stem(0), (8, 3, 64, 64), "none"),
         (lambda: _stem(3), (8, 3, 64, 64), "none"),

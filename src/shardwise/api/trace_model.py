@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwise.cost.traced import TracedModel
 from shardwise.cost.unit import UnitWork
 from shardwise.measure.meta import hides_tokens, without_values, without_values_error
+from shardwise.measure.storage import buffer_bytes
 from shardwise.measure.trace import trace
 from shardwise.nested import forgets_meta
 from shardwise.parallel.pipeline.batch import Forward, LossFn, forward_loss, num_rows
@@ -73,6 +74,7 @@ def trace_model(
         wide=found.get(torch.float32, ()),
         batch=rows,
         seq_len=_seq_len(example_batch),
+        buffer_bytes=buffer_bytes(module),
         refusals=tuple((word, first_line(error)) for word, error in refusals.items()),
     )
 

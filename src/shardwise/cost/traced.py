@@ -30,6 +30,7 @@ class TracedModel:
         wide: The same in fp32.
         batch: Samples of the traced step; other batch sizes are scaled from it.
         seq_len: Tokens of a sequence in the traced step; 0: samples are not sequences of tokens.
+        buffer_bytes: Bytes of the module's buffers, which every rank has.
         family: ``"traced"``.
         hidden: 0, because a trace has no width.
         vocab: 0.
@@ -44,6 +45,7 @@ class TracedModel:
     wide: tuple[UnitWork, ...]
     batch: int
     seq_len: int = 0
+    buffer_bytes: int = 0
     family: str = "traced"
     hidden: int = 0
     vocab: int = 0

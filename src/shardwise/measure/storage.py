@@ -153,9 +153,9 @@ class StorageCount(TorchDispatchMode):
         self._mark()
 
 
-def buffer_bytes(model: nn.Module, device_type: str) -> int:
-    """Count the bytes of the distinct storages of the model's buffers, such as tables and running statistics."""
-    found = [buffer for buffer in model.buffers() if buffer.device.type == device_type]
+def buffer_bytes(model: nn.Module, device_type: str | None = None) -> int:
+    """Count the bytes of the distinct storages of the model's buffers, such as tables; ``None``: on any device."""
+    found = [buffer for buffer in model.buffers() if device_type in {None, buffer.device.type}]
     return sum({torch_private.storage_identity(each): each.untyped_storage().nbytes() for each in found}.values())
 
 

@@ -89,7 +89,8 @@ class MemoryEstimate:
         reserved_bytes: Bytes that torch's allocator reserves: tensors, workspaces, rounding and fragments.
         device_bytes: Used memory of the device: reserved bytes, the context, communicators.
         by_category: Allocated bytes at the peak by category: ``parameters``, ``gradients``, ``optimizer``,
-            ``gathered``, ``reduce``, ``activations``, ``logits``; their sum is ``allocated_bytes``.
+            ``gathered``, ``reduce``, ``activations``, ``logits``, and of a traced model with buffers ``buffers``; their
+            sum is ``allocated_bytes``.
         host_bytes: Bytes of host memory that offloading needs for this rank.
         timeline: Moments of a step in order, each with its bytes by category.
         first_step_bytes: Allocated bytes at the peak of the first step. Optimizer state exists only at its end.
@@ -363,8 +364,10 @@ def _merged(saved: Saved, blocks: int) -> Saved:
 
 def _estimate(rank: Rank, moments: list[tuple[str, Bytes]], inputs: _Inputs, num_logits: float) -> MemoryEstimate:
     plan, accounting = inputs.plan, inputs.accounting
+    if num_bytes := getattr(inputs.shape, "buffer_bytes", 0):
+        moments = [(name, {**bytes_, "buffers": num_bytes}) for name, bytes_ in moments]
     peak, at_peak = max(moments, key=lambda moment: sum(moment[1].values()))
-    by_category = {name: int(at_peak[name]) for name in CATEGORIES}
+    by_category = {name: int(at_peak[name]) for name in (*CATEGORIES, "buffers") if name in at_peak}
     by_category["reduce"] += accounting.bucket_bytes
     allocated = sum(by_category.values())
     first = max(sum(bytes_.values()) - (bytes_["optimizer"] if name != "optimizer" else 0) for name, bytes_ in moments)
