@@ -576,6 +576,8 @@ def test_a_spec_that_reads_weights_is_planned_and_run_dry(
     )
     assert main(["plan", "--spec", "mine.py", "--gpus", "2", "--gpu", "H100-80GB-SXM"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("-m shardwise train plan.yaml")
+    assert main(["plan", "--spec", "mine.py", "--gpus", "2", "--gpu", "H100-80GB-SXM", "--tp", "2"]) > 0
+    assert "tp=2: the engine does not divide traced models by tp" in capsys.readouterr().err
     assert main(["dry-run", "run.yaml", "--spec", "mine.py", "--world-size", "2", "--json", "dry.json"]) == 0
     (dry,) = json.loads((tmp_path / "dry.json").read_text())
     assert dry["num_parameters"] > 0

@@ -24,7 +24,7 @@ from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.flat_parameters import flat_parameters
 from shardwise.measure.meta import FusedAttention, build_on_meta, hides_tokens, without_values, without_values_error
 from shardwise.measure.shapes import KnownShapes
-from shardwise.measure.storage import StorageCount, buffer_bytes, held_bytes
+from shardwise.measure.storage import StorageCount, buffer_bytes, held_bytes, storage_bytes
 from shardwise.nested import forgets_meta
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.muon import Muon
@@ -236,7 +236,7 @@ def _run_and_count(
         gc.collect()  # garbage of an earlier dry run must not be freed during this step
         seen.see_all_objects()
         before = seen.live_bytes
-        at_rest = {category: _num_bytes(tensors) for category, tensors in _allocated_in_a_step(engine).items()}
+        at_rest = {category: storage_bytes(tensors) for category, tensors in _allocated_in_a_step(engine).items()}
         forward_and_backward()
         if counts_update:
             optimizer.step()
@@ -249,11 +249,6 @@ def _run_and_count(
     if not counts_update:
         optimizer.step()
     return totals
-
-
-def _num_bytes(tensors: Iterable[Tensor | None]) -> int:
-    there = [tensor for tensor in tensors if tensor is not None]
-    return sum({torch_private.storage_identity(each): each.untyped_storage().nbytes() for each in there}.values())
 
 
 def _allocated_in_a_step(engine: Engine) -> dict[str, Iterable[Tensor | None]]:

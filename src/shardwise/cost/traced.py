@@ -20,8 +20,8 @@ from shardwise.spec.plan import ParallelPlan
 class TracedModel:
     """The work of one step of a module, traced without values.
 
-    ``family``, ``hidden``, ``vocab``, ``patch_numel``, ``is_tied`` and ``stacks`` exist because a ``ModelShape`` has
-    them.
+    ``family``, ``hidden``, ``vocab``, ``patch_numel``, ``is_tied``, ``is_pooled`` and ``stacks`` exist because a
+    ``ModelShape`` has them.
 
     Attributes:
         name: The module's class.
@@ -36,6 +36,7 @@ class TracedModel:
         vocab: 0.
         patch_numel: 0.
         is_tied: False.
+        is_pooled: False.
         stacks: Empty.
         refusals: Error messages, by ``"16 bit"`` or ``"fp32"``, if the module does not run in that precision.
     """
@@ -51,6 +52,7 @@ class TracedModel:
     vocab: int = 0
     patch_numel: int = 0
     is_tied: bool = False
+    is_pooled: bool = False
     stacks: tuple[Any, ...] = ()
     refusals: tuple[tuple[str, str], ...] = ()
 

@@ -155,8 +155,13 @@ class StorageCount(TorchDispatchMode):
 
 def buffer_bytes(model: nn.Module, device_type: str | None = None) -> int:
     """Count the bytes of the distinct storages of the model's buffers, such as tables; ``None``: on any device."""
-    found = [buffer for buffer in model.buffers() if device_type in {None, buffer.device.type}]
-    return sum({torch_private.storage_identity(each): each.untyped_storage().nbytes() for each in found}.values())
+    return storage_bytes(buffer for buffer in model.buffers() if device_type in {None, buffer.device.type})
+
+
+def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Count the bytes of the tensors' distinct storages."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    return sum({torch_private.storage_identity(each): each.untyped_storage().nbytes() for each in there}.values())
 
 
 def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
