@@ -80,8 +80,13 @@ def small_config(family: str, **changes: Any) -> Any:
 
 def on_meta(config: Any, class_name: str = "") -> tuple[nn.Module, dict[str, Any]]:
     """The model, and the content of its ``config.json``."""
+    return built(config, class_name, device="meta")
+
+
+def built(config: Any, class_name: str = "", *, device: str = "cpu") -> tuple[nn.Module, dict[str, Any]]:
+    """The same on another device."""
     name = class_name or _CLASSES.get(config.model_type, "")
-    with torch.device("meta"):
+    with torch.device(device):
         model = getattr(transformers, name)(config) if name else transformers.AutoModelForCausalLM.from_config(config)
     return model, {**config.to_dict(), "architectures": [type(model).__name__]}
 

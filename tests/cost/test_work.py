@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import shardwise as sw
 from shardwise.cost.unit import UnitWork
 from shardwise.cost.work import model_work
 from shardwise.cost.workload import Workload
-from shardwise.spec.shape import KNOWN
+from shardwise.spec.shape import FAMILIES, KNOWN
 from shardwise.spec.shape.gpt import PRESETS, GPTConfig
 
 NAMES = ["gpt2-xl", "llama-3-8b", "qwen3-30b-a3b", "mixtral-8x7b", "gemma-2-9b", "t5-3b", "bert-large", "opt-6.7b"]
 
 
-def units(name: str, **changes: Any) -> tuple[UnitWork, ...]:
+def units(name: str | dict[str, Any], **changes: Any) -> tuple[UnitWork, ...]:
     plan = {key: changes.pop(key) for key in ("tp", "cp", "ep", "sequence_parallel") if key in changes}
     workload = Workload(**{"seq_len": 2048, "global_batch": 64, "micro_batch": 2, **changes})
     return model_work(sw.ModelShape.from_config(name), sw.ParallelPlan(**plan), workload)
@@ -49,6 +50,29 @@ def test_operations_of_a_gated_decoder_are_those_of_its_formula(name: str) -> No
     )
     expected = L * (2 * (2 * h * h + 2 * h * k * h // a) + 6 * h * f + 4 * s * h) + 2 * h * V
     assert total(units(name), "flops") == 2 * s * expected
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((family, {}) for family in FAMILIES),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+        ("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 2}),
+        ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    ],
+    ids=str,
+)
+def test_operations_are_those_that_torch_counts_in_the_model_of_transformers(family: str, changes: Any) -> None:
+    pytest.importorskip("transformers")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from tests.common.shapes import built, example_batch, small_config
+
+    loops = {"attn_implementation": "eager", "experts_implementation": "eager"}  # made of products that torch counts
+    model, config = built(small_config(family, **loops, **changes))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**example_batch(family))
+    assert total(units(config, seq_len=32), "flops") == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("preset", ["gpt2-xl", "gpt-175b"])
