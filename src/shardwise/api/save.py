@@ -48,9 +48,9 @@ from shardwise.spec.extent import Extent
 from shardwise.spec.text import printable
 from shardwise.weights.state import model as states
 from shardwise.weights.state.average import ExponentialMovingAverage
-from shardwise.weights.state.extents import Pairs
+from shardwise.weights.state.extents import Pairs, Targets
 from shardwise.weights.state.optimizer import OptimizerState, optimizer_extents, optimizer_scalars
-from shardwise.weights.state.stored_ranges import count_holders, ignored_extents, stored_names, written_names
+from shardwise.weights.state.stored_ranges import count_holders, ignored_ranges, stored_names, written_names
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -278,7 +278,8 @@ def _content(
         data["tied"] = tied
     if extra := pack_extra_state(model):
         data[_EXTRA] = extra
-    tensors = states.owned_extents(model) + optimizer_extents(model, optimizers, ignored) + ignored_extents(ignored)
+    tensors = states.owned_extents(model) + optimizer_extents(model, optimizers, ignored)
+    tensors += Targets(ignored_ranges(ignored)).extents
     if average is not None:
         data[_AVERAGE] = average.settings
         tensors += average.owned_extents()
@@ -464,8 +465,9 @@ class _Targets:
             )
         values = states.load_targets(model, stored, with_frozen=not leaves_frozen)
         ignored = stored_names(ignored_of(engine), engine.comms, holders, stored)
-        self.extents += values.extents + ignored_extents(ignored)
-        self.installs += [values.install, unpack_extra_state(model, checkpoint.data.get(_EXTRA, {}))]
+        others = Targets(ignored_ranges(ignored))
+        self.extents += values.extents + others.extents
+        self.installs += [values.install, others.install, unpack_extra_state(model, checkpoint.data.get(_EXTRA, {}))]
         own = stored.get(_rank_extent(engine.comms.world.rank, 0).name)
         if own is not None and checkpoint.world_size == engine.comms.world.size:
             self._rank_state = torch.empty(own.numel, dtype=torch.uint8)

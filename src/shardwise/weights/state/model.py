@@ -496,13 +496,19 @@ def load_targets(model: nn.Module, stored: Mapping[str, Extent] | None = None, *
     dtypes = saved_dtypes(model)
     stored = stored or {}
     for name, buffer in persistent_buffers(model).items():
-        if not buffer.is_contiguous():
-            raise StateError(f"buffer {name!r} is not contiguous and cannot be loaded in place.")
+        if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+            raise StateError(
+                f"buffer {name!r} of shape {list(buffer.shape)} is expanded: several of its elements are one in memory,"
+                " and cannot be loaded in place.\n"
+                "  Register its copy: self.register_buffer(name, tensor.contiguous())."
+            )
         # An imported checkpoint has buffers without the prefix.
         key = name if name in stored and f"{BUFFER}{name}" not in stored else f"{BUFFER}{name}"
         saved = stored.get(key)
         is_as_stored = saved is not None and saved.dtype == dtype_name(buffer.dtype)
-        flat = buffer.detach().view(-1).to(buffer.dtype if is_as_stored else dtypes.get(name, buffer.dtype))
+        flat = (
+            buffer.detach().contiguous().view(-1).to(buffer.dtype if is_as_stored else dtypes.get(name, buffer.dtype))
+        )
         stored_ranges.append(of_tensor(key, buffer, copies=None, flat=flat))
     return Targets(stored_ranges)
 

@@ -22,7 +22,7 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
 from shardwise.engine.storage.ignored import Ignored, ignored_of
-from shardwise.spec.errors import CheckpointError, StateError
+from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Extent
 from shardwise.spec.layout import Piece
 from shardwise.spec.slice import Slice, simplest, slice_of
@@ -192,8 +192,6 @@ def stored_names(ignored: Ignored, comms: Comms, holders: Mapping[str, int], sto
     """Return the ignored parameters, with the names of this rank's values in a checkpoint."""
     found: dict[nn.Parameter, str] = {}
     for name, parameter in ignored.parameters.items():
-        if not parameter.is_contiguous():
-            raise StateError(f"ignored parameter {name!r} is not contiguous and cannot be loaded in place.")
         num_own = sum(other.startswith("rank-") and other.partition("/")[2] == name for other in stored)
         if num_own not in {0, holders[name]}:
             raise CheckpointError(
@@ -205,13 +203,9 @@ def stored_names(ignored: Ignored, comms: Comms, holders: Mapping[str, int], sto
     return found
 
 
-def ignored_extents(names: Names) -> Pairs:
-    """Return this rank's ranges of ignored parameters, as flat views of live memory if that is contiguous."""
-    found = []
-    for parameter, name in names.items():
-        flat = parameter.detach().contiguous().view(-1)
-        found.append((make_extent(name, flat, parameter.shape, slice_of(parameter)), flat))
-    return found
+def ignored_ranges(names: Names) -> list[StoredRanges]:
+    """Return this rank's ranges of ignored parameters."""
+    return [of_tensor(name, parameter, copies=None, part=slice_of(parameter)) for parameter, name in names.items()]
 
 
 def count_holders(ignored: Ignored, comms: Comms) -> dict[str, int]:
