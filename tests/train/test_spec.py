@@ -374,6 +374,70 @@ def test_a_callback_ends_a_run_with_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "step-00000005").is_dir()
 
 
+@sw.declare_elementwise
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as schedule-free optimizers do."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
+        super().__init__([{**group, "count": 0} for group in groups], lr=lr)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] += 1
+            group["weight_decay"] = 0.1 * group["count"]
+        return super().step(closure)
+
+
+class Ramp(sw.Callback):
+    def on_step(self, run: Any, record: Any) -> None:
+        for group in run.optimizer.param_groups:
+            group["momentum"] = 0.05 * record.step
+
+
+class Rate(sw.Callback):
+    def on_step(self, run: Any, record: Any) -> None:
+        run.optimizer.param_groups[-1]["lr"] *= 0.5 if record.step == 2 else 1.0
+
+
+class Thaw(sw.Callback):
+    def on_step(self, run: Any, record: Any) -> None:
+        run.model.layer.bias.requires_grad_(record.step >= 2)
+
+
+def half_frozen() -> torch.nn.Module:
+    line = Line()
+    line.layer.bias.requires_grad_(False)
+    return line
+
+
+counted = sw.TrainSpec(**{**late_parts, "optimizer": Counting})
+ramped = sw.TrainSpec(callbacks=[Ramp()], **late_parts)
+rated = sw.TrainSpec(callbacks=[Rate()], **late_parts)
+thawed = sw.TrainSpec(model=half_frozen, callbacks=[Thaw()], data=Numbers())
+
+
+def test_settings_that_an_optimizer_or_a_callback_changes_go_on_in_a_resumed_run(tmp_path: Path) -> None:
+    config = "train: {steps: 8, micro_batch_size: 2}\noptimizer: {name: sgd, lr: 0.1}\nschedule: {name: constant}\n"
+    for name in ("counted", "ramped"):
+        spec = f"{HERE}:{name}"
+        given = config.replace("name: sgd, ", "") if name == "counted" else config
+        runs = [(spec, "--run-dir", f"{name}-whole"), (spec, "--run-dir", name, *sets("train.steps=5"))]
+        again = (spec, "--run-dir", name, "--resume", *sets("train.steps=8"))
+        for code, text in train_on(1, tmp_path, *runs, again, config=given):
+            assert code == 0, text
+        assert losses(tmp_path / name) == losses(tmp_path / f"{name}-whole")
+
+
+def test_changes_of_a_callback_that_the_run_would_undo_are_refused(tmp_path: Path) -> None:
+    config = "train: {steps: 4, micro_batch_size: 2}\nschedule: {name: constant}\n"
+    runs = [(f"{HERE}:{name}", "--run-dir", name) for name in ("rated", "thawed")]
+    (rate, told), (thaw, also_told) = train_on(2, tmp_path, *runs, config=config)
+    assert (rate, thaw) == (78, 78), told + also_told
+    assert "a callback has changed a learning rate from 0.0003 to 0.00015, and each step sets it by the sched" in told
+    assert "sw.Run(..., scheduler=...)" in told
+    assert "a callback has set requires_grad of 'layer.bias', which was frozen when the optimizer was made" in also_told
+
+
 def test_other_code_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     code = f"{IMPORTS}spec = sw.TrainSpec(model=Line, data=Numbers())\n"

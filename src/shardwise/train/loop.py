@@ -11,7 +11,7 @@ import dataclasses
 import math
 import secrets
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,6 +91,8 @@ class Parts:
     reader: int = 0  # this rank among those that read different samples
     seed: int | None = None  # seeds the generators of a new run, by reader; ``None``: they are not changed
     saves_frozen: bool = True  # whether checkpoints contain frozen parameters
+    #: Settings of the optimizers' groups that a resume does not restore; ``None``: it restores none
+    kept_settings: Collection[str] | None = None
 
 
 class Loop:
@@ -259,13 +261,18 @@ class Loop:
 
     def _load(self, path: Path, *, is_newest: bool) -> dict[str, Any]:
         """Load model, optimizer and average; if the newest checkpoint is damaged, add advice to the error."""
+        parts, kept = self.parts, self.parts.kept_settings
+        groups = [group for each in parts.optimizers for group in each.param_groups]
+        before = [{key: group[key] for key in kept or () if key in group} for group in groups]
         try:
-            parts = self.parts
-            return self.checkpoints.load(path, parts.optimizers, parts.average, keep_settings=not self._is_own_loop)
+            state = self.checkpoints.load(path, parts.optimizers, parts.average, keep_settings=kept is None)
         except CheckpointError as error:
             if not is_newest:
                 raise
             raise CheckpointError(f"{error} --resume latest-good takes the newest one that is whole.") from None
+        for group, settings in zip(groups, before, strict=True):
+            group.update(settings)
+        return state
 
     def _restore_random(self, state: dict[str, Any]) -> None:
         """Restore every rank's generators if the number of ranks is the same; otherwise seed them by rank and step."""

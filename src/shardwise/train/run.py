@@ -167,7 +167,7 @@ class Run:
                 raise ConfigError(str(error)) from None
             sw.parallelize(model, "ddp")  # on one rank: no value changes, and the Parameter objects stay
         scaler = scaler or sw.GradScaler("cpu", enabled=False)
-        self._parts = Parts(model, optimizers, scaler, average, data_parallel_rank(model))
+        self._parts = Parts(model, optimizers, scaler, average, data_parallel_rank(model), kept_settings=())
         if wrong := [why for each in callbacks for why in wrong_callback(each)]:
             raise ConfigError("sw.Run(callbacks=...):" + "".join(f"\n  - {each}" for each in wrong))
         self._callbacks = callbacks

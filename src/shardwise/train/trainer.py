@@ -23,7 +23,7 @@ from shardwise.spec.text import printable
 from shardwise.train import folder
 from shardwise.train.checkpoints import random_state
 from shardwise.train.checkpoints.checkpoints import check_config, mesh_changes, saved_config
-from shardwise.train.checkpoints.saved_state import check_state, of_reader, pack_state
+from shardwise.train.checkpoints.saved_state import NOT_OF_THE_RUN, check_state, of_reader, pack_state
 from shardwise.train.config.resolve import RunConfig, data_of
 from shardwise.train.data.mixture import MixedSampler, MixedSamples
 from shardwise.train.data.packing import PackedRows
@@ -94,7 +94,10 @@ class Trainer:
             reader,
             seed=config.train.seed,
             saves_frozen=self._base is None,
+            kept_settings=self._kept_settings,
         )
+        self._rates: list[float] = []  # the groups' learning rates as the last step has set them, for callbacks
+        self._trained = {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
         if config.checkpoint.final or config.checkpoint.every is not None:
             num_bytes = least_checkpoint_bytes(resolved, self.model, self.optimizer)
             control.on_first(lambda: folder.check_room(directory, num_bytes))
@@ -230,7 +233,12 @@ class Trainer:
         changes = self.control.on_first(lambda: check_config(saved_config(path), self.config, overridden))
         batch, groups = self.resolved.batch.total, self.optimizer.param_groups
         spec, allows = self.resolved.spec, self.config.checkpoint.allow_other_code
-        self.control.on_first(lambda: check_state(path, batch, groups, overridden, spec=spec, allows_other_code=allows))
+        are_restored = self._kept_settings is not None
+        self.control.on_first(
+            lambda: check_state(
+                path, batch, groups, overridden, spec=spec, allows_other_code=allows, are_restored=are_restored
+            )
+        )
         return changes
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
@@ -289,6 +297,35 @@ class Trainer:
         folder = self.config.model.hf
         return Path(folder).expanduser() if self.config.lora.is_used and folder is not None else None
 
+    @property
+    def _kept_settings(self) -> set[str] | None:
+        """Settings of the optimizer's groups that a resume does not restore; ``None`` if it restores none.
+
+        A spec's optimizer may count in its groups, and a callback may change them: all others are restored.
+        """
+        if self.resolved.spec.optimizer is None and not self.resolved.spec.callbacks:
+            return None
+        return NOT_OF_THE_RUN | {key.removeprefix("optimizer.") for key in self.resolved.overridden}
+
+    def _refuse_changes(self) -> None:
+        """Refuse a callback's changes that would have no effect: of learning rates, and of what is trained."""
+        groups = self.optimizer.param_groups
+        for before, now in zip(self._rates, groups, strict=False):  # a callback may have added a group
+            if now["lr"] != before:
+                raise ConfigError(
+                    f"a callback has changed a learning rate from {before:g} to {float(now['lr']):g}, and each step"
+                    " sets it by the schedule.\n"
+                    "  Give TrainSpec(schedule=...), or write a loop of your own with sw.Run(..., scheduler=...)."
+                )
+        updated = {id(p) for group in groups for given in group["params"] for p in getattr(given, "shards", (given,))}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._trained | updated:
+                raise ConfigError(
+                    f"a callback has set requires_grad of {name!r}, which was frozen when the optimizer was made: it"
+                    " would never be updated.\n"
+                    "  Write a loop of your own with sw.Run, whose optimizer has all parameters."
+                )
+
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def _step(self, step: int) -> None:
@@ -299,7 +336,11 @@ class Trainer:
         """
         loop, batch, scaler, config = self.loop, self.resolved.batch, self.loop.parts.scaler, self.config
         ratio = self.resolved.ratio(step)
+        if self.resolved.spec.callbacks:
+            self._refuse_changes()
         set_lr(self.optimizer, config.optimizer, ratio)  # before backward, which may already update
+        if self.resolved.spec.callbacks:
+            self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         scale = scaler.get_scale() if scaler.is_enabled() else None
         loop.fault_at("before_backward", step + 1)
         if self._user_batches is None and isinstance(part := self.data.train, UserSamples):

@@ -366,10 +366,8 @@ def refuse(folder: str) -> dict[str, str]:
 
 def test_rows_and_tables_are_logical_and_what_one_stage_cannot_do_ends_all(tmp_path, capsys):
     every = run_on_ranks(refuse, 4, str(tmp_path))
-    assert {texts["one rank"] for texts in every} == {
-        "rank 2: buffer 'blocks.3.norm.running_mean' of shape [12] is expanded: several of its elements are one in"
-        " memory, and cannot be loaded in place.\n  Register its copy: self.register_buffer(name, tensor.contiguous())."
-    }
+    (expanded,) = {texts["one rank"] for texts in every}
+    assert expanded.startswith("rank 2: buffer 'blocks.3.norm.running_mean' of shape [12] is expanded: several of its")
     assert {texts["table"] for texts in every} == {"[]"}
     assert len({texts["columns"] for texts in every}) == 1
     assert "RowAdagrad needs every row of a parameter on one rank" in every[0]["columns"]

@@ -24,7 +24,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 _Natural = Annotated[int, Field(ge=0, lt=2**60)]
 #: Optimizer settings that the configuration does not determine: the rate, which is compared with the schedule's, and
 #: settings that follow from the device.
-_NOT_OF_THE_RUN = {"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+NOT_OF_THE_RUN = {"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
 #: Fields of a sampler's position: of samples by index, of a stream of texts, and of a user's iterable or loader.
 _IN_STREAM = ("epoch", "place", "row", "taken", "num_files")
 _IN_ORDER = {"seed", "position", "num_samples"}
@@ -108,6 +108,7 @@ def check_state(
     *,
     spec: TrainSpec | None = None,
     allows_other_code: bool = False,
+    are_restored: bool = False,
 ) -> None:
     """Check that a checkpoint's state is consistent, and matches the configured optimizer.
 
@@ -118,6 +119,7 @@ def check_state(
         overridden: Keys given by ``--set``; settings of the optimizer among them may differ.
         spec: The parts that a user's code replaces.
         allows_other_code: Whether the spec's code may have changed.
+        are_restored: Whether the load restores the settings of the optimizer's groups.
     """
     checkpoint = open_checkpoint(path)
     state = checkpoint.data.get("state")
@@ -139,7 +141,7 @@ def check_state(
             "  Go on with the code that the run began with, or allow it: --set checkpoint.allow_other_code=true."
         )
     optimizer = read_optimizer(path, checkpoint.data.get("optimizer"))
-    if len(optimizer.groups) == len(groups):  # otherwise the load raises
+    if len(optimizer.groups) == len(groups) and not are_restored:  # otherwise the load checks them
         _check_settings(path, optimizer, groups, {key.removeprefix("optimizer.") for key in overridden})
     if spec is not None and (spec.schedule is not None or spec.optimizer is not None):
         return  # the configuration does not determine its rates
@@ -184,7 +186,7 @@ def _contradictions(saved: SavedRun, manifest: Manifest, batch: int) -> list[str
 
 def _check_settings(path: Path, optimizer: SavedOptimizer, groups: list[dict[str, Any]], overridden: set[str]) -> None:
     changed = changed_settings(path, optimizer.groups, groups)
-    changed = [each for each in changed if each[0].rpartition(".")[2] not in _NOT_OF_THE_RUN | overridden]
+    changed = [each for each in changed if each[0].rpartition(".")[2] not in NOT_OF_THE_RUN | overridden]
     if changed:
         raise CheckpointError(
             f"checkpoint {printable(path)} was saved with other settings of the optimizer than the configuration"

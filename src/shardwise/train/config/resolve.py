@@ -335,9 +335,10 @@ def _check_count(source: Source, spec: TrainSpec, batch: Batch) -> None:
     least = batch.micro * batch.data_parallel_size
     for name, count, needed in (("data", source.num_samples, batch.total), ("eval_data", num_eval_samples, least)):
         if count is not None and count < needed:
+            key = "micro_batch_size" if needed == least else "global_batch_size"
             raise DataError(
                 f"TrainSpec({name}=...) has {count} samples, {needed} are needed at once ({batch}).\n"
-                "  Give it more, or lower train.micro_batch_size."
+                f"  Give it more, or lower train.{key}."
             )
 
 
