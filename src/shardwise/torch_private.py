@@ -237,6 +237,23 @@ def is_in_functional_call() -> bool:
     return frame is not None
 
 
+#: Functions of ``torch.nn.utils`` that put other tensors in place of a parameter, or undo this.
+_REPARAMETRIZE = {
+    *("register_parametrization", "remove_parametrizations", "weight_norm", "spectral_norm", "orthogonal"),
+    *("apply", "remove", "global_unstructured"),
+}
+
+
+def is_reparametrizing() -> bool:
+    """Whether ``torch.nn.utils`` is pruning or parametrizing a module in this thread; only frames show it."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name in _REPARAMETRIZE and frame.f_globals.get("__name__", "").startswith("torch.nn.utils."):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def has_saved_tensor_hooks() -> bool:
     """Whether hooks on saved tensors (``checkpoint``'s, ``save_on_cpu``'s) are active. Only one pair is at a time."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003 - takes no keyword

@@ -240,6 +240,21 @@ def test_the_peak_of_a_model_that_is_not_all_blocks_is_that_of_a_dry_run(
     assert planned.allocated_bytes == pytest.approx(sum(run.bytes_by_category.values()), rel=0.03)
 
 
+def test_buffers_that_a_plan_casts_are_counted_as_cast() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(_Table(), nn.Linear(64, 64), nn.BatchNorm1d(64))
+
+    batch = torch.zeros(8, 64)
+    how: dict[str, Any] = {"loss_fn": lambda output, _: output.float().mean(), "forward": lambda model, x: model(x)}
+    for dtype, table in ((None, 4000 * 64 * 4), ("bf16", 4000 * 64 * 2)):
+        plan = sw.ParallelPlan(dp_shard=2, mp_policy=sw.PrecisionPolicy(buffer_dtype=dtype))
+        run = sw.dry_run(build, plan, world_size=2, batch=batch, **how)
+        found = sw.trace_model(build(), batch, **how)
+        planned = memory_on("cpu", found, plan, Workload(seq_len=1, micro_batch=8, global_batch=16))
+        statistics = 2 * 64 * 4 + 8
+        assert run.bytes_by_category["buffers"] == planned.by_category["buffers"] == table + statistics
+
+
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 64, "pad_token_id": 0}
 T5 = {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 128, "vocab_size": 64, "decoder_start_token_id": 0}
 DEBERTA = {**SIZES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}

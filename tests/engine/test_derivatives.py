@@ -104,7 +104,7 @@ def test_elsewhere_they_are_refused_and_the_refusal_says_where_they_work():
         for how in ("create_graph", "jvp", "vmap", "grad"):
             message = refusal(StateError, derive, model, how)
             what = "backward with create_graph=True" if how == "create_graph" else "a transform of torch.func"
-            assert message.startswith(f"{what} reached unit 'root'")
+            assert message.startswith(f"{what} reached unit 'root': the plan divides its parameters, or their")
             assert "Set strategy='ddp'" in message
             assert torch.equal(plain_loss(model, 0, 0), plain_loss(plain, 0, 0))
             plain_loss(model, 0, 0).backward()

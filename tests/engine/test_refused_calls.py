@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 import shardwise as sw
 from shardwise.spec.errors import CommError, StateError
@@ -205,6 +206,27 @@ def test_a_write_on_one_rank_is_told_to_the_others_which_then_go_on():
     assert refusal(error, plain_loss, model, 0, 0).startswith(text)
     model.eval()
     plain_loss(model, 0, 0).backward()
+
+
+@on_ranks(2)
+def test_a_module_that_is_pruned_or_parametrized_too_late_is_refused_with_when():
+    """The advice was that for a loss with a parameter."""
+    for late in (
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: prune.ln_structured(layer, "weight", 0.5, 2, 0),
+        lambda layer: prune.global_unstructured([(layer, "weight")], prune.L1Unstructured, amount=0.5),
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        parametrizations.orthogonal,
+    ):
+        torch.manual_seed(0)
+        model = sw.parallelize(nn.Sequential(nn.Linear(4, 4)))
+        text = refusal(StateError, late, model[0])
+        assert "\n  Prune or parametrize the module before sw.parallelize(). This rank's" in text
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4))
+    prune.l1_unstructured(model[0], "weight", 0.5)  # as it says
+    sw.parallelize(model)(torch.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])

@@ -431,6 +431,20 @@ def test_models_whose_cache_is_a_class_of_their_own_are_refused():
     assert text.startswith("sw.generate takes decoders with a cache of keys and values, not a CpmAntForCausalLM.")
 
 
+def test_models_without_any_attention_are_refused_whose_tokens_transformers_cannot_count_either():
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = Lfm2ForCausalLM(
+        Lfm2Config(vocab_size=VOCAB, num_hidden_layers=2, layer_types=["conv", "conv"], eos_token_id=1, **sizes)
+    ).eval()
+    with pytest.raises(ValueError, match="can only be called on Attention layers"):
+        model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=NEW)
+    text = refusal(sw.StateError, sw.generate, model, PROMPTS, max_new_tokens=NEW)
+    assert "this Lfm2ForCausalLM has 2 layers without it" in text
+    assert model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=NEW, use_cache=False).numel()  # as it advises
+
+
 @pytest.mark.parametrize("name", CACHE_NAMES)
 def test_the_cache_is_passed_under_the_name_that_the_model_s_forward_has(name):
     model = build_family("llama").eval()

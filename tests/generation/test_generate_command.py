@@ -11,6 +11,8 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.testing import run_on_ranks
+from shardwise.train.data.tokenizer import FolderTokenizer
+from tests.common.tokenizers import save_model, save_tokenizer
 from tests.train.train_here import train_well
 
 pytestmark = pytest.mark.preload("transformers.models.llama.modeling_llama")
@@ -41,7 +43,7 @@ def test_one_process_and_two_say_the_same_of_a_run_its_checkpoint_and_a_hugging_
 
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.5,
+        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.5, eos_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     run, count = "run", "--max-new-tokens=6"
@@ -87,3 +89,27 @@ def test_one_process_and_two_say_the_same_of_a_run_its_checkpoint_and_a_hugging_
     ]:
         assert main(["generate", *arguments]) == code, arguments
         assert message in capsys.readouterr().err
+
+
+def test_ids_alone_end_at_the_folder_s_own_end_token(tmp_path, capsys):
+    folder = save_model(tmp_path / "llama", vocab_size=300)
+    call = ["generate", str(folder), "--tokens=5 6", "--max-new-tokens=6", "--json"]
+    assert main(call) == 0
+    tokens = json.loads(capsys.readouterr().out)["tokens"]
+    end = next(token for token in tokens[1:] if token != tokens[0])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, 12345]}))
+    assert main(call) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == tokens[: tokens.index(end) + 1]
+
+
+def test_a_stream_ends_with_the_bytes_of_an_incomplete_character(tmp_path, capsys, monkeypatch):
+    """They were held back if the text ended at an end token."""
+    folder = save_tokenizer(save_model(tmp_path / "llama", vocab_size=300))
+    first = FolderTokenizer(folder).encode("\u00ef")[0]  # the first byte of two, or a token for both
+    tokens = [[first], [0]]
+    monkeypatch.setattr("shardwise.train.load.TrainedModel.generate", lambda *_args, **_more: iter(tokens))
+    texts = []
+    for form in ([], ["--stream"]):
+        assert main(["generate", str(folder), "--prompt=a", "--max-new-tokens=9", *form]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts == ["a\ufffd\n"] * 2

@@ -93,6 +93,7 @@ ABOUT = {
     "parallel/tensor/test_tensor_memory.py": (
         "engine.extensions.recompute engine.extensions.wrap engine.storage.attachment measure.meta"
     ),
+    "generation/test_generate_command.py": "train.data.tokenizer train.load",
     "generation/test_generate.py": "parallel.context.apply generation.continuous generation.sample",
     "parallel/pipeline/test_pipeline_steps.py": "parallel.pipeline.batch parallel.pipeline.pipelined",
     # faults that are injected, and steps that are watched from within

@@ -12,6 +12,8 @@ import torch
 
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.train.config.resolve import resolve
+from shardwise.train.config.sections import read_config
 from shardwise.train.data.tokenizer import FolderTokenizer
 from shardwise.train.load import TrainedModel, find_model, model_name
 from tests.common.tokenizers import save_tokenizer
@@ -65,6 +67,25 @@ def test_a_mixture_that_continues_texts_takes_no_loss_of_its_routers(tmp_path):
     found = find_model(tmp_path)
     with found.loaded(found.resolve([], 1), World(), is_averaged=False) as model:
         assert model(torch.tensor([[3, 4]])).aux_loss is None
+    assert found.resolve(["parallel.pp=2"], 2).plan.pp == 2
+    text = {"model": {"hf": str(tmp_path)}, "data": {"source": "random", "seq_len": 4}, "train": {"steps": 1}}
+    for key in ("pp", "cp"):  # before any process starts
+        raw = read_config(None, [], base={**text, "parallel": {key: 2}}, title="the run")
+        with pytest.raises(ConfigError, match=rf"parallel.{key}: .*set {key}: 1, or output_router_logits to false"):
+            resolve(raw, 2)
+
+
+def test_ids_alone_end_at_the_end_tokens_of_the_model_s_folder(tmp_path):
+    """Without a tokenizer they ended at max_new_tokens."""
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert TrainedModel(None, tmp_path, {}).ends(None) == (9,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
+    assert TrainedModel(None, tmp_path, {}).ends(None) == (7, 5)
+    run = TrainedModel(tmp_path, None, {"hf": str(tmp_path)}, tokens_by=None)
+    assert run.ends(None) == (7, 5)
+    assert dataclasses.replace(run, tokens_by="bytes").ends(None) == ()
+    tokenizer = FolderTokenizer(save_tokenizer(tmp_path / "tokenizer"))
+    assert run.ends(tokenizer) == (0, 7, 5)
 
 
 def test_a_run_s_tokenizer_has_the_chat_template_of_its_training_and_unknown_tokens_have_none(tmp_path):

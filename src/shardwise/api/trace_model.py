@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.cost.traced import TracedModel
 from shardwise.cost.unit import UnitWork
+from shardwise.engine.extensions.precision import castable_buffers
 from shardwise.measure.meta import hides_tokens, without_values, without_values_error
-from shardwise.measure.storage import buffer_bytes
+from shardwise.measure.storage import buffer_bytes, storage_bytes
 from shardwise.measure.trace import trace
 from shardwise.nested import forgets_meta
 from shardwise.parallel.pipeline.batch import Forward, LossFn, forward_loss, num_rows
@@ -68,6 +69,7 @@ def trace_model(
     if not found:
         error = refusals["16 bit"]
         raise without_values_error(module, error, "sw.trace_model") from error
+    castable = [owner.get_buffer(key) for _, owner, key in castable_buffers(module)]
     return TracedModel(
         name=type(module).__name__,
         narrow=found.get(torch.bfloat16, ()),
@@ -75,6 +77,7 @@ def trace_model(
         batch=rows,
         seq_len=_seq_len(example_batch),
         buffer_bytes=buffer_bytes(module),
+        castable_buffers=(sum(each.numel() for each in castable), storage_bytes(castable)),
         refusals=tuple((word, first_line(error)) for word, error in refusals.items()),
     )
 

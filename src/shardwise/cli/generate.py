@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -150,9 +150,9 @@ def _check(options: _Options, trained: TrainedModel, count: int) -> None:
 def _generate(options: _Options, trained: TrainedModel, world: World) -> int:
     resolved = trained.resolve(options.overrides, world.size, world.ranks_per_machine)
     rows, tokenizer = _rows(options, trained)
-    eos = (tokenizer and tokenizer.ends) or None
-    settings = {"max_new_tokens": options.max_new_tokens, "eos": eos, **options.sampling}
-    write = _writer(options, rows, tokenizer) if world.rank == 0 else lambda _column: None
+    eos = [token for token in trained.ends(tokenizer) if token < resolved.vocab_size]
+    settings = {"max_new_tokens": options.max_new_tokens, "eos": eos or None, **options.sampling}
+    write = _writer(options, rows, tokenizer, eos) if world.rank == 0 else lambda _column: None
     new: list[list[int]] = [[] for _ in rows]
     for column in trained.generate(resolved, world, rows, is_averaged=options.is_averaged, **settings):
         for row, token in zip(new, column, strict=True):
@@ -169,7 +169,7 @@ def _text(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
 
 
 def _writer(
-    options: _Options, rows: Sequence[Sequence[int]], tokenizer: Tokenizer | None
+    options: _Options, rows: Sequence[Sequence[int]], tokenizer: Tokenizer | None, eos: Collection[int]
 ) -> Callable[[Sequence[Sequence[int]]], None]:
     """Return a function to call with all tokens so far after each new token."""
     if not options.is_stream:
@@ -183,7 +183,8 @@ def _writer(
     def write(new: Sequence[Sequence[int]]) -> None:
         nonlocal written
         text = _text([*begin, *new[0]], tokenizer)
-        if text.endswith("\ufffd") and len(new[0]) < options.max_new_tokens:
+        is_last = len(new[0]) == options.max_new_tokens or new[0][-1] in eos
+        if text.endswith("\ufffd") and not is_last:
             text = text[:written]  # perhaps an incomplete character
         piece, written = text[written:], len(text)
         if options.is_json:

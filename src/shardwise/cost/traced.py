@@ -31,6 +31,7 @@ class TracedModel:
         batch: Samples of the traced step; other batch sizes are scaled from it.
         seq_len: Tokens of a sequence in the traced step; 0: samples are not sequences of tokens.
         buffer_bytes: Bytes of the module's buffers, which every rank has.
+        castable_buffers: Elements and bytes of the buffers among them that ``buffer_dtype`` casts.
         family: ``"traced"``.
         hidden: 0, because a trace has no width.
         vocab: 0.
@@ -47,6 +48,7 @@ class TracedModel:
     batch: int
     seq_len: int = 0
     buffer_bytes: int = 0
+    castable_buffers: tuple[int, int] = (0, 0)
     family: str = "traced"
     hidden: int = 0
     vocab: int = 0

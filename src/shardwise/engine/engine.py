@@ -542,7 +542,8 @@ class Engine:
         is_divided = any(comm is not None for comm in (comms.tp, comms.pp, comms.cp, comms.ep))
         if is_divided or any(not group.is_resident or group.placements.shards_optimizer for group in self.groups):
             raise StateError(
-                f"{what} reached unit {unit.name!r}: this rank has its parameters in full only while it computes.\n"
+                f"{what} reached unit {unit.name!r}: the plan divides its parameters, or their gradients, over ranks,"
+                " and then only first derivatives are computed, by loss.backward().\n"
                 "  Set strategy='ddp' (without tp, pp, cp and ep), under which it works, or compute it with a plain"
                 " model that takes model.state_dict() of `with sw.full_parameters(model):`."
             )

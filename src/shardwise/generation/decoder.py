@@ -98,6 +98,8 @@ def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool 
                 f" {type(model).__name__}.\n"
                 "  Call model.generate(...), which works on the parallelized model too (but not over a pipeline)."
             )
+        if with_cache:
+            _check_attention(model, text, call)
         positions = getattr(text, "max_position_embeddings", None)
         counts = "position_ids" not in names and any("PositionalEmbedding" in type(m).__name__ for m in model.modules())
         return Decoding(
@@ -111,6 +113,20 @@ def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool 
         f"{call} takes our GPT or a causal language model of transformers, not a {type(model).__name__}.\n"
         "  Build one with sw.models.gpt()."
     )
+
+
+def _check_attention(model: nn.Module, text: Any, call: str) -> None:
+    """Refuse a model without any attention, because transformers counts the tokens so far in a layer of attention."""
+    from transformers.cache_utils import CacheLayerMixin, DynamicCache  # pyrefly: ignore[missing-import]
+
+    layers = DynamicCache(config=text).layers
+    if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+        raise StateError(
+            f"{call} continues models with at least one layer of attention, and this {type(model).__name__} has"
+            f" {len(layers)} layers without it, whose cache transformers does not support either.\n"
+            "  Call model.generate(..., use_cache=False), which works on the parallelized model too (but not over a"
+            " pipeline)."
+        )
 
 
 class _GptDecoder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.work import UnitWork, hidden_matrices, item_bytes, model_work
@@ -14,6 +14,7 @@ from shardwise.planner.activations import Around, Saved, block_saved, head_saved
 from shardwise.planner.memory_timeline import CATEGORIES, Bytes, Part, Rank
 from shardwise.planner.model_states import Parameters, Rules, Runs, States, Unit, owned_matrices, states
 from shardwise.planner.stage import Chain, Divide, Stage, stages
+from shardwise.spec import precision
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import WrapByClass
 from shardwise.spec.shape import Block, Mlp, ModelShape
@@ -362,9 +363,18 @@ def _merged(saved: Saved, blocks: int) -> Saved:
     return replace(saved, kept=saved.kept * blocks, whole=whole, terms=saved.terms * blocks)
 
 
+def _buffer_bytes(shape: Any, plan: ParallelPlan) -> int:
+    """Bytes of a traced model's buffers under the plan; 0 for a ``ModelShape``."""
+    num_bytes, dtype = getattr(shape, "buffer_bytes", 0), plan.precision.buffer_dtype
+    if not num_bytes or dtype is None:
+        return num_bytes
+    numel, stored_bytes = shape.castable_buffers
+    return num_bytes - stored_bytes + numel * precision.item_bytes(dtype)
+
+
 def _estimate(rank: Rank, moments: list[tuple[str, Bytes]], inputs: _Inputs, num_logits: float) -> MemoryEstimate:
     plan, accounting = inputs.plan, inputs.accounting
-    if num_bytes := getattr(inputs.shape, "buffer_bytes", 0):
+    if num_bytes := _buffer_bytes(inputs.shape, plan):
         moments = [(name, {**bytes_, "buffers": num_bytes}) for name, bytes_ in moments]
     peak, at_peak = max(moments, key=lambda moment: sum(moment[1].values()))
     by_category = {name: int(at_peak[name]) for name in (*CATEGORIES, "buffers") if name in at_peak}

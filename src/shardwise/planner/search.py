@@ -238,7 +238,9 @@ def _nothing_legal(shape: ModelShape, cluster: Cluster, workload: Workload, fixe
     what = f" with {settings}" if settings else ""
     reasons = why_none(shape, cluster, workload, fixed)
     if reasons:
-        return f"no plan for {shape.name} on {cluster.num_gpus} GPUs is legal{what}:\n  " + ";\n  ".join(reasons) + "."
+        names = " and ".join(reason.partition("=")[0] for reason in reasons)
+        start = f"no plan for {shape.name} on {cluster.num_gpus} GPUs is legal{what}: "
+        return f"{start}{'; '.join(reasons)}.\n  Leave {names} open, or choose another value."
     return (
         f"no plan for {shape.name} on {cluster.num_gpus} GPUs is legal{what}, for a global batch of"
         f" {workload.global_batch} sequences of {workload.seq_len} tokens.\n"

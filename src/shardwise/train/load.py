@@ -20,7 +20,14 @@ from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import RawConfig, read_config
 from shardwise.train.data.source import BYTE_VOCAB, find_source
 from shardwise.train.data.token_files import DataError
-from shardwise.train.data.tokenizer import BYTES, FolderTokenizer, Tokenizer, byte_tokenizer, find_tokenizer
+from shardwise.train.data.tokenizer import (
+    BYTES,
+    FolderTokenizer,
+    Tokenizer,
+    byte_tokenizer,
+    find_tokenizer,
+    folder_ends,
+)
 from shardwise.train.task import NEXT
 
 if TYPE_CHECKING:
@@ -67,7 +74,12 @@ class TrainedModel:
     def resolve(self, overrides: Sequence[str], world_size: int, local_size: int | None = None) -> RunConfig:
         """Return the configuration of :meth:`draft`, checked for a world of ``world_size`` ranks."""
         return resolve(
-            self.draft(overrides), world_size, local_size, checks_data=False, raises_masters=self.raises_masters
+            self.draft(overrides),
+            world_size,
+            local_size,
+            checks_data=False,
+            raises_masters=self.raises_masters,
+            trains=False,
         )
 
     def read_template(self, file: Path | None = None) -> str | None:
@@ -104,6 +116,14 @@ class TrainedModel:
                 " data.tokenizer names a folder decodes with it."
             )
         return find_tokenizer(self.tokens_by or BYTES)
+
+    def ends(self, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+        """Return the ids that end an answer: the tokenizer's if there is one, and those of the model's folder."""
+        own = () if tokenizer is None else tokenizer.ends
+        folder = self.folder or self.model.get("hf")
+        if folder is None or (self.folder is None and self.tokens_by == BYTES):  # the folder's ids are not bytes
+            return own
+        return (*own, *(token for token in folder_ends(Path(folder).expanduser()) if token not in own))
 
     def hf_tokenizer(self) -> Any:
         """Return :meth:`tokenizer` as a tokenizer of transformers, with the chat template of the run's training."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,15 @@ def warn_of_narrow_masters(engine: Engine, _optimizer: torch.optim.Optimizer) ->
         )
 
 
+def castable_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield path, module and key of floating-point buffers, except batch norm's statistics."""
+    for path, module in model.named_modules():
+        if not isinstance(module, _BatchNorm):
+            for key, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    yield path, module, key
+
+
 class Policies:
     """The precision policy of every module of ``model``.
 
@@ -120,13 +129,10 @@ class Policies:
 
     def cast_buffers(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
         """Cast floating-point buffers to ``buffer_dtype``, except batch norm's statistics and those ``ignored``."""
-        for path, module in model.named_modules():
+        for path, module, key in list(castable_buffers(model)):
             name = self.at(path).buffer_dtype
-            if name is None or isinstance(module, _BatchNorm):
-                continue
-            for key, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point() and (f"{path}.{key}" if path else key) not in ignored:
-                    cast_buffer(module, key, torch_dtype(name))
+            if name is not None and (f"{path}.{key}" if path else key) not in ignored:
+                cast_buffer(module, key, torch_dtype(name))
 
     def install_casts(self, model: nn.Module, units: Iterable[str]) -> None:
         """Cast the inputs of units and of modules with a separate policy, and the outputs of these modules.

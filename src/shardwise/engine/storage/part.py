@@ -474,6 +474,8 @@ def _refusal(name: str, part: Part) -> StateError:
             "Call state = sw.full_state_dict(model, trainable_only=True) on every rank (all weights without the"
             " option), and save it on rank 0; sw.save(path, model, optimizer) writes a checkpoint to continue from."
         )
+    elif torch_private.is_reparametrizing():
+        advice = "Prune or parametrize the module before sw.parallelize()."
     elif bare in _RANDOM:
         advice = "Initialise before sw.parallelize(), or inside `with sw.full_parameters(model, writeback=True):`."
     elif is_gradient and bare in _NORMS:

@@ -71,6 +71,7 @@ class LanguageModel:
     vocab_size: int
     positions: int | None  # maximum sequence length; ``None`` if the configuration does not say
     task: Task = CAUSAL  # the task that it is trained for
+    adds_router_loss: bool = False  # ``output_router_logits``: its forward returns values from inside of its blocks
 
 
 def read_language_model(folder: Path) -> LanguageModel:
@@ -87,7 +88,8 @@ def read_language_model(folder: Path) -> LanguageModel:
     if isinstance(vocab, bool) or not isinstance(vocab, int) or vocab < 1:
         raise NotTrainedError(f"{path}: it names no vocab_size: not a language model; {OWN_LOOP}")
     positions = config.get("max_position_embeddings", config.get("n_positions"))
-    return LanguageModel(vocab, positions if isinstance(positions, int) and positions > 0 else None, task)
+    has_limit = isinstance(positions, int) and positions > 0
+    return LanguageModel(vocab, positions if has_limit else None, task, config.get("output_router_logits") is True)
 
 
 def read_architecture(folder: Path) -> str:

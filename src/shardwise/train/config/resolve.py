@@ -145,6 +145,7 @@ def resolve(
     *,
     checks_data: bool = True,
     raises_masters: bool = True,
+    trains: bool = True,
     say: Callable[[str], None] | None = None,
     spec: TrainSpec | None = None,
 ) -> RunConfig:
@@ -156,6 +157,7 @@ def resolve(
         local_size: Number of ranks on each machine; by default all ranks are on one machine.
         checks_data: Check that there is enough data for a step. Text is tokenized for this.
         raises_masters: Use fp32 masters for weights stored in 16 bit, unless the configuration sets ``master_dtype``.
+        trains: The model computes a training loss; otherwise it generates or scores.
         say: Called with a line of text before slow work.
         spec: The parts that a user's code replaces; by default loaded from ``spec:`` in the configuration.
 
@@ -187,6 +189,7 @@ def resolve(
 
     packs = check_packing(raw, plan)
     _check_task(raw, facts.task, plan)
+    _check_router_loss(raw, plan, adds_loss=facts.adds_router_loss and trains)
     if spec.data is None:
         source, tokenizer, end_token, task = sources(raw, facts, say, reads=checks_data)
     else:
@@ -356,6 +359,15 @@ def _check_task(raw: RawConfig, task: Task, plan: ParallelPlan) -> None:
     if raw.config.lora.is_used and task.name != ANSWER:
         raw.fail("lora", "rank", f"adapters alone do not learn {task.name}; leave it out, or train in your own loop")
     raw.raise_if_any()
+
+
+def _check_router_loss(raw: RawConfig, plan: ParallelPlan, *, adds_loss: bool) -> None:
+    for key in ("pp", "cp"):
+        if adds_loss and getattr(plan, key) > 1:
+            why = (
+                "the model adds a loss of its routers (output_router_logits), and no rank has the logits of all routers"
+            )
+            raw.refuse("parallel", key, f"{why}; set {key}: 1, or output_router_logits to false in config.json")
 
 
 def _plan(raw: RawConfig, world_size: int, local_size: int) -> tuple[ParallelPlan, Mesh]:

@@ -127,8 +127,18 @@ def _check_links(folder: Path) -> None:
 
 def _further_ends(folder: Path) -> list[int]:
     """Return further tokens that end an answer, from ``generation_config.json``; chat models often have one."""
+    return _read_ends(folder / "generation_config.json")
+
+
+def folder_ends(folder: Path) -> tuple[int, ...]:
+    """Return the tokens that end an answer by a model folder's configuration, as transformers' ``generate`` does."""
+    path = folder / "generation_config.json"
+    return tuple(_read_ends(path if path.is_file() else folder / "config.json"))
+
+
+def _read_ends(path: Path) -> list[int]:
     try:
-        ends = read_json(folder / "generation_config.json").get("eos_token_id")
+        ends = read_json(path).get("eos_token_id")
     except (OSError, ValueError, AttributeError):
         return []
     found = ends if isinstance(ends, list) else [ends]
