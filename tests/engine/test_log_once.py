@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -53,3 +55,15 @@ def test_updates_in_16_bit_are_told_once_unless_they_are_asked_for(dtype, master
 
 def test_parallelize_tells_it() -> None:
     assert any("it is trained on the CPU" in text for text in run_on_ranks(left_on_the_cpu, 1)[0])
+
+
+@on_ranks(1)
+def test_a_large_model_without_blocks_is_said_to_be_one_unit():
+    messages = []
+    sw.api.parallelize.log_once = messages.append
+    model = torch.nn.Sequential(torch.nn.Linear(3200, 3200), torch.nn.ReLU())
+    for strategy, policy in (("ddp", "auto"), ("zero3", "none"), ("zero3", "auto")):
+        messages.clear()
+        sw.parallelize(copy.deepcopy(model), sw.ParallelPlan(strategy=strategy, auto_wrap_policy=policy))
+        is_said = [message.startswith("Sequential (10M parameters) has no chain") for message in messages]
+        assert any(is_said) is (strategy == "zero3" and policy == "auto")

@@ -203,13 +203,49 @@ def test_a_submodule_called_outside_its_units_forward_is_refused_with_name_and_s
         for _ in range(2):
             text = refusal(StateError, model.blocks[2].extra, given)
             assert any(name in text for name in names), text
-            assert "its unit 'blocks.2': call that module, or make the inner module that is called a unit" in text
+            assert "Compute in the forward of its unit 'blocks.2': call that module, or make the inner module" in text
             plain_loss(model, 0, 0).backward()
     torch.manual_seed(0)
     plain = Chain(LeavesAnInputAlone)
     model, wrap = copy.deepcopy(plain), sw.wrap_by_class({LeavesAnInputAlone, nn.Linear})
     model = sw.parallelize(model, sw.ParallelPlan(strategy="zero3", auto_wrap_policy=wrap))  # as the message says
     assert torch.equal(model.blocks[2].extra(x), plain.blocks[2].extra(x))
+
+
+class EntersABlock(Chain):
+    """Calls a module inside of a block, as DiT does with the embedding of its first block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.blocks[0].extra(x).sum()
+
+
+class KeepsParameters(nn.Module):
+    """Reads its parameters from a list of its own, as pykan's networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.scales = [self.scale]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scales[0][None]
+
+
+@on_ranks(2)
+def test_the_refusal_of_a_part_says_what_fits_the_place_where_it_was_used():
+    make = functools.partial(LeavesAnInputAlone, lambda: nn.Linear(8, 8))
+    x = sample(0, 0)
+    model = sw.parallelize(EntersABlock(make), "zero3")
+    text = refusal(StateError, model, x)
+    assert "A module of its unit 'blocks.0' was called from outside of that unit's forward" in text
+    torch.manual_seed(0)
+    plain = EntersABlock(make)
+    for policy in (sw.wrap_by_class({LeavesAnInputAlone, nn.Linear}), "none"):  # as the message says
+        model = sw.parallelize(copy.deepcopy(plain), strategy="zero3", auto_wrap_policy=policy)
+        assert torch.equal(model(x), plain(x))
+    text = refusal(StateError, sw.parallelize(KeepsParameters(), "zero3"), x)
+    assert "The forward of the model is running" in text
+    assert "a list, a tuple or a closure" in text
 
 
 @on_ranks(2)

@@ -136,9 +136,39 @@ def test_auto_never_splits_experts_or_other_alternatives():
     for name in ("experts", "expert", "branches", "paths", "adapters", "local_experts"):
         assert names(Model(**{name: chain()})) == [], name
     assert names(Model(choices=nn.ModuleDict({"a": Model(layers=chain())}))) == []
+    towers = {key: Model(layers=chain()) for key in "ab"}
+    assert names(Model(towers=nn.ModuleDict(towers))) == []
     holder = Holder()
     holder.experts = chain()
     assert "layers.0.experts.0" not in names(Model(layers=nn.ModuleList([holder, holder])))
+
+
+def test_auto_looks_into_a_dict_of_named_parts_or_of_numbered_blocks():
+    parts = {"wte": nn.Embedding(3, 4), "h": chain(), "ln_f": nn.LayerNorm(4)}  # as nanoGPT and LitGPT have it
+    blocks = ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
+    assert names(Model(lm_head=nn.Linear(4, 3), transformer=nn.ModuleDict(parts))) == blocks
+    assert names(Model(layers=nn.ModuleDict({str(i): Block() for i in range(3)}))) == [  # as torchtitan has it
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    ]
+
+    class Dense(nn.ModuleDict):  # as torchvision's DenseNet has it
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    dense = [Dense({f"layer{i}": Block() for i in range(2)}) for _ in range(2)]
+    assert names(nn.Sequential(*dense)) == ["0.layer0", "0.layer1", "1.layer0", "1.layer1"]
+
+
+def test_auto_takes_the_blocks_of_a_large_stage_and_a_small_stage_as_one():
+    """As of ConvNeXt, Swin and timm's models: a stage would be gathered as a whole, most of the model."""
+
+    def stage(width: int, count: int) -> nn.Sequential:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(count)))
+
+    model = Model(stages=nn.Sequential(stage(4, 2), stage(32, 3), stage(64, 2)))
+    assert names(model) == ["stages.0", *(f"stages.1.{i}" for i in range(3)), "stages.2.0", "stages.2.1"]
 
 
 def test_auto_takes_no_single_modules_and_none_without_parts():

@@ -54,6 +54,9 @@ from shardwise.weights.init.materialize import (
 from shardwise.weights.init.sync import synchronise
 from shardwise.weights.state.model import Unfilled, load_full_state_dict, load_ranges
 
+#: Parameters from which on a model that is one unit gets a note.
+_LARGE_UNIT = 10_000_000
+
 
 def parallelize(
     model: nn.Module, plan: ParallelPlan | str | None = None, *, init: InitArgument | None = None, **fields: Any
@@ -102,6 +105,7 @@ def parallelize(
     size = join_world(device).size()
     mesh = plan.mesh(size, ranks_per_machine(size))
     _log_mesh(plan, mesh)
+    _log_one_unit(model, prepared)
     mesh_ranks = MeshRanks(mesh)
     comms = mesh_ranks.open(device, is_replicated=plan.is_replicated)
     ignored, owned = prepared.ignored, prepared.owned
@@ -240,6 +244,17 @@ def _log_mesh(plan: ParallelPlan, mesh: Mesh) -> None:
     is_alone = mesh.dp_replicate == 1 and plan.dp_shard == -1
     note = " (one machine: nothing is replicated; set dp_replicate for several groups)" if is_alone else ""
     log_once(f"{plan.strategy}: dp_replicate={mesh.dp_replicate} x dp_shard={mesh.dp_shard}{note}")
+
+
+def _log_one_unit(model: nn.Module, prepared: Preparation) -> None:
+    """Print that a sharded model has no blocks of which to make units, if it is so large that this matters."""
+    plan, numel = prepared.plan, sum(parameter.numel() for parameter in model.parameters())
+    is_found = bool(prepared.units) or plan.wrap_policy != "auto" or not plan.placements.shards_parameters
+    if not is_found and numel >= _LARGE_UNIT:
+        log_once(
+            f"{type(model).__name__} ({numel / 1e6:.0f}M parameters) has no chain of equal blocks, so that it is one"
+            " unit, gathered as a whole. auto_wrap_policy=sw.wrap_by_class(...) or sw.wrap_by_size(...) divides it."
+        )
 
 
 def divide(

@@ -25,7 +25,7 @@ from shardwise.engine.storage.packed import is_quantizable
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.granularity import assign
 from shardwise.spec.layout import is_dense
-from shardwise.spec.module_chain import Mergeable, default_limit, merge
+from shardwise.spec.module_chain import LEAST_UNITS, Mergeable, default_limit, merge
 from shardwise.spec.placement import Placements
 from shardwise.spec.policies import WrapByClass, WrapByName, WrapBySize, WrapPolicy, name_matcher
 from shardwise.spec.quantize import Quantization
@@ -36,13 +36,29 @@ from shardwise.spec.slice import slice_of
 _ALTERNATIVES = re.compile(r"(^|_)(experts?|branch(es)?|paths?|routes?|adapters?|heads_by|choices?)($|_|s$)")
 
 
-#: Modules whose forward is never called: they only hold others.
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+#: Share of a stage's parameters from which on the blocks inside it are units in its place.
+_MOST = 0.8
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether the module can be called. Containers, and classes without a ``forward``, only hold others."""
-    return not isinstance(module, CONTAINERS) and type(module).forward is not nn.Module.forward
+    """Whether the module can be called. Containers, and other classes without a ``forward``, only hold others."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_chain(module: nn.Module) -> bool:
+    """Whether the children run one after another: of lists, and of dicts with a forward or with numbers as keys."""
+    if isinstance(module, nn.ModuleDict):
+        return is_called(module) or all(key.isdigit() for key in module)
+    return isinstance(module, (nn.ModuleList, nn.Sequential))
+
+
+def _holds_alternatives(name: str, module: nn.Module) -> bool:
+    """Whether a forward may use only some children: by the container's name, or in a dict by their equal class."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return False
+    is_choice = isinstance(module, nn.ModuleDict) and not _is_chain(module)
+    has_one_class = len(module) > 1 and len({type(child) for child in module.children()}) == 1
+    return (is_choice and has_one_class) or _ALTERNATIVES.search(name.rpartition(".")[2]) is not None
 
 
 def find_units(model: nn.Module, policy: str | WrapPolicy) -> dict[str, nn.Module]:
@@ -110,7 +126,7 @@ def _by_size(model: nn.Module, policy: WrapBySize) -> dict[str, nn.Module]:
 
     def free_parameters(module: nn.Module, name: str) -> dict[int, int]:
         free = {id(p): p.numel() for p in module.parameters(recurse=False)}
-        splits = not (isinstance(module, CONTAINERS) and _ALTERNATIVES.search(name.rpartition(".")[2]))
+        splits = not _holds_alternatives(name, module)
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             if splits:
@@ -133,12 +149,10 @@ def _by_size(model: nn.Module, policy: WrapBySize) -> dict[str, nn.Module]:
 
 
 def chain_of(model: nn.Module, name: str) -> str | None:
-    """Return the path of the chain (``ModuleList``, ``Sequential``) of module ``name``; ``None``: no chain."""
+    """Return the path of the chain that module ``name`` is in; ``None``: it is in none."""
     path = name.rpartition(".")[0]
     holder = model.get_submodule(path)
-    if not isinstance(holder, (nn.ModuleList, nn.Sequential)) or _ALTERNATIVES.search(path.rpartition(".")[2]):
-        return None
-    return path
+    return path if _is_chain(holder) and not _holds_alternatives(path, holder) else None
 
 
 def _automatic(model: nn.Module) -> dict[str, nn.Module]:
@@ -149,7 +163,7 @@ def _automatic(model: nn.Module) -> dict[str, nn.Module]:
         if found:
             return _without_nesting(model, found)
     found = {}
-    _collect_chains(model, "", found)
+    _collect_chains(model, "", found, sum(_num_parameters(model)) // LEAST_UNITS)
     return found
 
 
@@ -160,24 +174,29 @@ def _without_nesting(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[s
     return {name: m for name, m in found.items() if name not in holders and outer[name] <= holders}
 
 
-def _collect_chains(module: nn.Module, name: str, found: dict[str, nn.Module]) -> None:
-    if _ALTERNATIVES.search(name.rpartition(".")[2]) and isinstance(module, (*CONTAINERS, nn.Sequential)):
+def _collect_chains(module: nn.Module, name: str, found: dict[str, nn.Module], limit: int) -> None:
+    """Add the blocks of every outermost chain. Blocks inside of it take the place of a stage above ``limit``."""
+    if _holds_alternatives(name, module):
         return
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        blocks = _repeated_blocks(module)
-        for child_name, block in blocks.items():
-            path = f"{name}.{child_name}" if name else child_name
-            if not any(block is other for other in found.values()):
-                found[path] = block
-        if blocks:
-            return
-    for child_name, child in module.named_children():
-        if isinstance(child, nn.ModuleDict):
-            continue  # alternatives by key
-        _collect_chains(child, f"{name}.{child_name}" if name else child_name, found)
+    blocks = _repeated_blocks(module) if _is_chain(module) else {}
+    for child_name, block in blocks.items():
+        path, inner = f"{name}.{child_name}" if name else child_name, dict[str, nn.Module]()
+        if (num_parameters := sum(_num_parameters(block))) > limit:
+            _collect_chains(block, path, inner, limit)
+        if sum(_num_parameters(*inner.values())) < _MOST * num_parameters:
+            inner = {path: block}
+        known = {id(each) for each in found.values()}
+        found |= {path: each for path, each in inner.items() if id(each) not in known}
+    for child_name, child in () if blocks else module.named_children():
+        _collect_chains(child, f"{name}.{child_name}" if name else child_name, found, limit)
 
 
-def _repeated_blocks(chain: nn.ModuleList | nn.Sequential) -> dict[str, nn.Module]:
+def _num_parameters(*modules: nn.Module) -> Iterable[int]:
+    """Return the elements of each parameter below the modules."""
+    return {id(p): p.numel() for module in modules for p in module.parameters()}.values()
+
+
+def _repeated_blocks(chain: nn.Module) -> dict[str, nn.Module]:
     """Members with submodules and parameters whose class occurs at least twice in the chain."""
     children = {
         name: child
@@ -193,7 +212,7 @@ def _members(holder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in holder.named_children():
         if is_called(child):
             yield name, child
-        elif not (_ALTERNATIVES.search(name) or isinstance(child, nn.ModuleDict)):
+        elif not _holds_alternatives(name, child):
             yield from ((f"{name}.{path}", member) for path, member in _members(child))
 
 

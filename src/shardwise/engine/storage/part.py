@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.engine.attach import Observer
 from shardwise.engine.group import Group
-from shardwise.engine.storage.attachment import Mark, group_and_index, mark_of
+from shardwise.engine.storage.attachment import Mark, engine_of_unit, group_and_index, mark_of
 from shardwise.engine.storage.flat_parameters import FlatParameter
 from shardwise.nested import tensors_in
 from shardwise.spec.errors import StateError
@@ -433,20 +433,34 @@ def _mark(made: Any, parts: Sequence[Part], name: str) -> Any:
 
 
 def _advice_outside_unit(part: Part) -> str:
-    """Return advice for a parameter that is used outside of its unit."""
+    """Return advice for a parameter that is used outside of its unit, by what the model was doing."""
     mark = part.origin[0]
-    group, unit = mark.group if mark is not None else None, "the module that owns it"
+    group, unit, is_running, is_in_forward = mark.group if mark is not None else None, "the model", False, False
     if mark is not None and group is not None:
         name, paths = group.layout.params[mark.index].name, [member.path for member in group.unit.members]
-        unit = next((f"its unit {path!r}" for path in paths if path and name.startswith(f"{path}.")), "the model")
+        unit = next((f"its unit {path!r}" for path in paths if path and name.startswith(f"{path}.")), unit)
+        engine, is_running = engine_of_unit(group.unit), bool(group.unit.calls.frames)
+        is_in_forward = engine is not None and engine.forward.num_frames > 0
+    if is_running:
+        return (
+            f"The forward of {unit} is running, and its modules hold whole parameters. This is the object from before,"
+            " which a list, a tuple or a closure holds. Read it as an attribute of its module (torch.nn.ParameterList"
+            " for a list), or train under strategy='ddp'."
+        )
+    inner = "make the inner module that is called a unit as well (auto_wrap_policy=sw.wrap_by_name(...))"
+    whole = "set auto_wrap_policy='none', which makes one unit of the model, whose layers may be entered in any way"
+    if is_in_forward:
+        return (
+            f"A module of {unit} was called from outside of that unit's forward, or its forward() in place of the"
+            f" module itself: {inner}, or {whole}."
+        )
     return (
-        f"Compute in the forward of {unit}: call that module, or make the inner module that is called a unit"
-        " (auto_wrap_policy; with 'none', which makes one unit of the model, layers may be entered in any way, as"
-        " Reformer's are), or have sw.register_fsdp_forward_method(module, name) gather a method of it. For a loss"
-        " that is fused with the head call sw.chunk_cross_entropy(model) before sw.parallelize(). A teacher or target"
-        " network follows by sw.lerp_parameters(target, source, weight). Numbers that need no gradient compute inside"
-        " `with sw.full_parameters(model):`, where parameters are whole. A penalty on weights is the optimizer's"
-        " weight_decay, or p.grad.add_(p.detach(), alpha=factor) before its step."
+        f"Compute in the forward of {unit}: call that module, or {inner}. For another method than forward call"
+        f" sw.register_fsdp_forward_method(module, name); if it does not call a layer's forward, {whole}."
+        " For a loss that is fused with the head call sw.chunk_cross_entropy(model) before sw.parallelize(). A teacher"
+        " or target network follows by sw.lerp_parameters(target, source, weight). Numbers that need no gradient"
+        " compute inside `with sw.full_parameters(model):`, where parameters are whole. A penalty on weights is the"
+        " optimizer's weight_decay, or p.grad.add_(p.detach(), alpha=factor) before its step."
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from shardwise.engine.extensions.wrap import is_called
 from shardwise.engine.storage.attachment import ROOT_KEY
 from shardwise.measure.shapes import KnownShapes
 from shardwise.spec.errors import PlanError, StateError
@@ -84,7 +85,7 @@ def find_stage_modules(model: nn.Module, blocks: Collection[str], starts: Collec
                 f"{path!r} may make nested tensors, which pipeline stages cannot send each other.\n"
                 "  Build the nn.TransformerEncoder with enable_nested_tensor=False, or set pp=1."
             )
-    found_blocks = {*blocks, *(name for name in starts if name and name in modules and _is_called(modules[name]))}
+    found_blocks = {*blocks, *(name for name in starts if name and name in modules and is_called(modules[name]))}
     if not found_blocks and isinstance(model, nn.Sequential):
         found_blocks = set(model._modules)  # noqa: SLF001 - names, in every form of Sequential
     outermost = {name for name in found_blocks if not any(name.startswith(f"{other}.") for other in found_blocks)}
@@ -106,13 +107,9 @@ def _stage_paths(model: nn.Module, blocks: Collection[str]) -> Iterator[tuple[st
         if inside and path.startswith(f"{inside}."):
             continue
         contains_blocks = path == "" or any(block.startswith(f"{path}.") for block in blocks)
-        if path in blocks or (_is_called(module) and not contains_blocks):
+        if path in blocks or (is_called(module) and not contains_blocks):
             inside = path
             yield path, module
-
-
-def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
 
 
 def _in_order_of_calls(model: nn.Module, found: list[StageModule]) -> list[StageModule]:
