@@ -5,6 +5,7 @@ import pytest
 from shardwise.cost import hardware
 from shardwise.planner import Cluster, Workload, estimate
 from shardwise.planner.explain import BANDS, regime, title, why
+from shardwise.planner.planned import fastest_of
 from shardwise.spec.errors import MeshError, PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy
@@ -103,6 +104,27 @@ def test_the_band_is_that_of_the_runs_own_kind(name: str, gpu: str, num_gpus: in
     assert regime(made.shape, made.plan, made.cluster, made.workload) == kind
     (sentence,) = [text for text in why(made) if f"this kind ({kind})" in text]
     assert (f"8 of 10 took within {BANDS[kind]:.0%}" in sentence) if kind in BANDS else ("Too few runs" in sentence)
+
+
+def test_a_title_has_the_groups_of_replicas_and_the_degrees_above_one() -> None:
+    cluster, shape = Cluster(gpu="A100-80GB-SXM", num_gpus=16), ModelShape.from_config("gpt2")
+    plans = [ParallelPlan(strategy="hsdp", dp_replicate=2), ParallelPlan(strategy="hsdp", dp_replicate=4, tp=2)]
+    assert [title(estimate(shape, plan, cluster, WORK)) for plan in plans] == ["hsdp 2x8", "hsdp 4x2 tp2"]
+
+
+def test_the_fastest_plan_is_one_of_those_that_fit_as_well_as_the_first() -> None:
+    shape, cluster = ModelShape.from_config("llama-3-8b"), Cluster(gpu="A100-80GB-SXM", num_gpus=8)
+    plans = [ParallelPlan(activation_checkpointing="full"), ParallelPlan(strategy="ddp"), ParallelPlan()]
+    work = dataclasses.replace(WORK, global_batch=32, micro_batch=4)
+    roomy, large, tight = (estimate(shape, plan, cluster, work) for plan in plans)
+    assert [(each.fits, each.is_tight) for each in (roomy, large, tight)] == [
+        (True, False),
+        (False, False),
+        (True, True),
+    ]
+    assert fastest_of([roomy, large, tight]) is roomy
+    assert fastest_of([tight, roomy, large]) is tight
+    assert fastest_of([large, tight, roomy]) is large
 
 
 def test_a_plan_whose_units_are_layers_says_so_and_gathers_and_reduces_a_layer_at_a_time() -> None:

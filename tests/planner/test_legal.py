@@ -17,7 +17,7 @@ from shardwise.api.dry_run import rehearse
 from shardwise.cost.work import model_work
 from shardwise.measure.meta import build_on_meta, cut_alone
 from shardwise.planner import Cluster, Workload, search
-from shardwise.planner.legal import SUPPORT, expert_degrees, tensor_degrees
+from shardwise.planner.legal import SUPPORT, context_degrees, expert_degrees, schedules, tensor_degrees
 from shardwise.spec.errors import PlanError
 from shardwise.spec.shape import ModelShape
 from shardwise.spec.shape.families import from_config
@@ -109,6 +109,31 @@ def test_tp_divides_heads_and_divides_or_copies_those_of_keys_and_values(name: s
 def test_ep_divides_the_experts_and_the_ranks_that_share_parameters() -> None:
     assert expert_degrees(ModelShape.from_config("mixtral-8x7b"), 12) == [1, 2, 4]
     assert expert_degrees(ModelShape.from_config("llama-3-8b"), 8) == [1]
+
+
+def test_cp_leaves_each_rank_as_many_tokens_as_it_is_told() -> None:
+    shape = ModelShape.from_config("llama-3-8b")
+    assert context_degrees(shape, 8, 8, least_tokens=2) == [1, 2, 4]
+    assert context_degrees(shape, 8, 8191, least_tokens=4096) == [1]
+    assert context_degrees(ModelShape.from_config("mistral-7b"), 8, 8192, least_tokens=2) == [1]  # it has a window
+
+
+@pytest.mark.parametrize(
+    ("pp", "num_microbatches", "fixed", "expected"),
+    [
+        (4, 8, {}, ["1f1b", "zb-h1", "zb-v 2", "interleaved-1f1b 2"]),  # gpt2 has 12 layers, less than 4 x 4
+        (3, 6, {}, ["1f1b", "zb-h1", "zb-v 2", "interleaved-1f1b 2", "interleaved-1f1b 4"]),
+        (4, 9, {}, ["1f1b", "zb-h1", "zb-v 2"]),  # interleaved stages take microbatches pp at a time
+        (12, 12, {}, ["1f1b", "zb-h1"]),
+        (4, 8, {"schedule": "gpipe"}, ["gpipe"]),
+        (1, 8, {"schedule": "gpipe"}, []),
+    ],
+)
+def test_schedules_are_those_that_the_layers_and_microbatches_allow(
+    pp: int, num_microbatches: int, fixed: dict[str, object], expected: list[str]
+) -> None:
+    found = schedules(ModelShape.from_config("gpt2"), pp, num_microbatches, fixed)
+    assert [name if stages == 1 else f"{name} {stages}" for name, stages in found] == expected
 
 
 def _small_llama() -> Any:

@@ -269,7 +269,7 @@ def _spans(block: Block, max_span: int, max_gap: int) -> Iterator[Block]:
     if _span(shape, stride) <= max_span and not is_wide:
         yield block
         return
-    count = 1 if is_wide else max(1, (max_span - inner) // stride[0] + 1)
+    count = 1 if is_wide else (max_span - inner) // stride[0] + 1
     for first in range(0, shape[0], count):
         part = Block(
             (min(count, shape[0] - first), *shape[1:]),

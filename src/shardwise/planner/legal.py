@@ -134,11 +134,11 @@ def has_window(shape: ModelShape) -> bool:
 LEAST_TOKENS = 4096
 
 
-def context_degrees(shape: ModelShape, world: int, seq_len: int, *, least_tokens: int = 2) -> list[int]:
-    """Degrees of ``cp`` that leave each rank ``least_tokens``, and at least two, because the ring needs two chunks."""
+def context_degrees(shape: ModelShape, world: int, seq_len: int, *, least_tokens: int) -> list[int]:
+    """Degrees of ``cp`` that leave each rank ``least_tokens``; the ring needs two, because it has two chunks."""
     if not support_of(shape).cp or has_window(shape):
         return [1]
-    return [c for c in divisors(world) if c == 1 or seq_len >= max(least_tokens, 2) * c]
+    return [c for c in divisors(world) if c == 1 or seq_len >= least_tokens * c]
 
 
 def _is_power(number: int) -> bool:
