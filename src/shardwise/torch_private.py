@@ -114,8 +114,9 @@ def as_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def break_graph() -> None:
-    """Make ``torch.compile``, which traces this call, break its graph and run the rest in Python; no public name."""
-    torch._dynamo.graph_break()
+    """If ``torch.compile`` traces this call, break its graph and run the rest in Python; there is no public name."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()
 
 
 def never_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:

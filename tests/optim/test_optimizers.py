@@ -88,6 +88,27 @@ class Harmless(torch.optim.SGD):
     """A subclass that nobody vouched for."""
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@on_ranks(2)
+def test_a_compiled_step_is_that_of_one_process():
+    def losses(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step, found = torch.compile(optimizer.step, backend="eager"), []
+        for number in range(3):
+            loss = plain_loss(model, 0, number)  # the same samples on both ranks
+            loss.backward()
+            step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    torch.manual_seed(0)
+    expected = losses(Chain())
+    for strategy in ("ddp", "zero1", "zero3"):
+        torch.manual_seed(0)
+        assert losses(sw.parallelize(Chain(), strategy=strategy)) == expected, strategy
+
+
 @on_ranks(2)
 def test_optimizers_that_look_beyond_an_element_are_refused_where_parameters_are_split():
     texts = {}

@@ -79,7 +79,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     _seen[optimizer] = content_of(optimizer)
 
 
+@torch_private.never_compiled
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    torch_private.break_graph()
     engines = engines_of(optimizer)
     is_inside_backward = False
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))
@@ -114,8 +116,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         torch_private.hook_innermost(optimizer, _step_begins, _step_ends)
 
 
+@torch_private.never_compiled
 def _step_begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Show plain tensors to the step, inside all its hooks. Allowed, because the granularity has been checked."""
+    torch_private.break_graph()
     flat_parameters.before_step(optimizer)
     part.hide_parts(optimizer)
 
@@ -159,7 +163,9 @@ def _check_moment(engine: Engine, *, has_closure: bool) -> None:
         )
 
 
+@torch_private.never_compiled
 def _step_ends(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    torch_private.break_graph()
     flat_parameters.after_step(optimizer)
     part.restore_parts(optimizer)
     for engine in engines_of(optimizer):

@@ -101,8 +101,7 @@ class Part(Tensor):
         """Compute element-wise functions, and refuse functions that need the other parts as well."""
         if _hidden:
             return torch_private.as_plain(func, args, kwargs or {})
-        if torch.compiler.is_compiling():
-            torch_private.break_graph()
+        torch_private.break_graph()
         try:
             return _handler_of(func)(func, args, kwargs or {})
         except (RuntimeError, AssertionError) as error:
