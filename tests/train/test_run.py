@@ -166,6 +166,28 @@ def test_values_are_those_of_their_step_and_a_loop_that_is_left_keeps_what_it_ha
     assert (held["reason"], held["steps"]) == ("one rank has seen enough", 5)
 
 
+def drifts(folder: str) -> int:
+    """Nine samples, two in a batch: in the third step rank 1 is in its second epoch."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    model, optimizer, _ = build()
+    sampler = sw.DistributedSampler(9, model=model)
+    try:
+        with sw.Run(folder, model=model, optimizer=optimizer, steps=3, sampler=sampler) as run:
+            feed = batches(DataLoader(Pairs(9, 0), batch_size=2, sampler=sampler), sampler)
+            for _ in run.steps():
+                run.log(loss=mean(model(**next(feed)), None))
+    except SystemExit as left:
+        return int(str(left.code))
+    return 0
+
+
+def test_ranks_in_different_epochs_are_told_so_before_a_save(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_on_ranks(drifts, 2, str(tmp_path / "run")) == [78, 78]
+    told = capfd.readouterr()
+    assert "sampler.epoch: rank 0 has 0, rank 1 has 1" in told.out + told.err
+    assert "sw.DistributedSampler(..., drop_last=True)" in told.out + told.err
+
+
 def diverges(folder: str) -> str:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     model, optimizer, _ = build()

@@ -93,8 +93,10 @@ class Control:
         self.comm.all_gather(table.view(-1), unit="step").wait()
         return table.tolist()
 
-    def check_same(self, value: Mapping[str, Any], what: str) -> None:
-        """Refuse to start if the ranks got different values. One all-gather of JSON: all ranks must call."""
+    def check_same(
+        self, value: Mapping[str, Any], what: str, advice: str = "Give every rank the same configuration and versions."
+    ) -> None:
+        """Refuse to go on if the ranks have different values. One all-gather of JSON: all ranks must call."""
         values = self.all_json(value)
         different = next((rank for rank, other in enumerate(values) if other != values[0]), None)
         if different is None:
@@ -103,9 +105,7 @@ class Control:
             f"\n  - {key}: rank 0 has {printable(here)}, rank {different} has {printable(there)}"
             for key, here, there in differences(values[0], values[different])[:20]
         )
-        raise ConfigError(
-            f"the ranks do not have the same {what}:{lines}\n  Give every rank the same configuration and versions."
-        )
+        raise ConfigError(f"the ranks do not have the same {what}:{lines}\n  {advice}")
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:

@@ -363,9 +363,11 @@ class Run:
         """Return the state for checkpoints besides tensors. A loader has one state, or one per rank in rank order.
 
         Collective:
-            One all-gather of small JSON if ``sampler`` is not an ``sw.DistributedSampler``.
+            One all-gather of small JSON, and another one if ``sampler`` is not an ``sw.DistributedSampler``.
         """
         state, sampler = self._shared(), self._stateful["sampler"]
+        advice = "Nothing was saved. Read as many samples on every rank: sw.DistributedSampler(..., drop_last=True)."
+        self._started_loop.control.check_same(state["kept"], "state of sampler and scheduler", advice)
         if sampler is not None and "sampler" not in state["kept"]:
             by_rank = self._started_loop.control.all_json(pack_state(sampler.state_dict(), "sw.Run(sampler=...)"))
             is_one = all(each == by_rank[0] for each in by_rank)

@@ -155,8 +155,10 @@ def test_what_cannot_be_put_together_again_is_refused_on_every_rank_alike(tmp_pa
         assert first[name].replace(str(tmp_path), "") == second[name].replace(str(tmp_path), "")
     assert first["PerRank"].startswith("optimizer state cannot be saved:\n  - 'seen' of '")
     assert "in PerRank has shape [3], but a rank holds a piece of that parameter only" in first["PerRank"]
-    assert "Use granularity='tensor' or strategy 'ddp', or save without the optimizer." in first["PerRank"]
+    advice = "Use granularity='tensor' or strategy 'ddp', or save without the optimizer: sw.save(path, model)."
+    assert advice in first["PerRank"]
     assert "'history' of 'token_embedding.weight' in Listing is a list, not a tensor or number" in first["Listing"]
+    assert first["Listing"].endswith("\n  Save without the optimizer: sw.save(path, model).")
     assert first["granularity"].startswith("RowAdagrad needs every row of a parameter on one rank")
     assert "does not fit this layout:\n  - 'sum' of '" in first["shape"]
     assert not list(tmp_path.glob("PerRank*"))

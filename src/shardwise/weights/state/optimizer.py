@@ -45,6 +45,8 @@ from shardwise.weights.state.stored_ranges import Names, owned_pieces
 
 #: Prefix of the names of optimizer state in checkpoints.
 _OPTIMIZER = "optimizer/"
+#: Words of a problem with a shape, which another granularity solves.
+_SHAPE = "has shape"
 #: State that torch's optimizers keep once per parameter, as a tensor without dimensions. If the parameter has no
 #: dimensions either, only the key distinguishes it from the state of its single element.
 PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
@@ -245,10 +247,11 @@ def optimizer_scalars(
     if found:
         is_cut = engine.comms.tp is not None
         better = "an optimizer with a value per element" if is_cut else "granularity='tensor' or strategy 'ddp'"
+        advice = f"Use {better}, or save" if any(_SHAPE in problem for problem in found) else "Save"
         raise CheckpointError(
             "optimizer state cannot be saved:\n"
             + "\n".join(f"  - {problem}" for problem in found[:8])
-            + f"\n  Use {better}, or save without the optimizer."
+            + f"\n  {advice} without the optimizer: sw.save(path, model)."
         )
     merged: dict[str, dict[str, float]] = {}
     for scalars, _ in everyone:
@@ -279,7 +282,7 @@ def _unsaved(name: str, part: _Part, state: Mapping[str, Any]) -> Iterator[str]:
     for key, value, is_inner in _tensors(state, part.view):
         if part.extent(tuple(value.shape)) is None and not is_inner:
             yield (
-                f"{key!r} of {part.spec.name!r} in {name} has shape {list(value.shape)}, but a rank holds a piece of"
+                f"{key!r} of {part.spec.name!r} in {name} {_SHAPE} {list(value.shape)}, but a rank holds a piece of"
                 f" that parameter only ({list(part.view.shape)} of {list(part.spec.logical_shape)})"
             )
 
