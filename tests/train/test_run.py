@@ -166,6 +166,21 @@ def test_values_are_those_of_their_step_and_a_loop_that_is_left_keeps_what_it_ha
     assert (held["reason"], held["steps"]) == ("one rank has seen enough", 5)
 
 
+def test_a_damaged_checkpoint_is_left_by_moving_it_away(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run, newest = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000012"
+    assert run_on_ranks(with_run, 1, str(run)) == [0]
+    expected = losses(run)
+    for file in newest.glob("shard-*"):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    capfd.readouterr()
+    assert run_on_ranks(with_run, 1, str(run)) == [65]
+    told = capfd.readouterr()
+    assert f"If you move {newest} away, the run continues from the checkpoint before it." in told.out + told.err
+    newest.rename(tmp_path / "away")
+    assert run_on_ranks(with_run, 1, str(run)) == [0]
+    assert losses(run) == expected
+
+
 def drifts(folder: str) -> int:
     """Nine samples, two in a batch: in the third step rank 1 is in its second epoch."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"

@@ -269,7 +269,10 @@ class Loop:
         except CheckpointError as error:
             if not is_newest:
                 raise
-            raise CheckpointError(f"{error} --resume latest-good takes the newest one that is whole.") from None
+            advice = "--resume latest-good takes the newest one that is whole."
+            if self._is_own_loop:
+                advice = f"If you move {printable(path)} away, the run continues from the checkpoint before it."
+            raise CheckpointError(f"{error} {advice}") from None
         for group, settings in zip(groups, before, strict=True):
             group.update(settings)
         return state
