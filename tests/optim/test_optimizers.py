@@ -145,6 +145,15 @@ def test_optimizers_that_look_beyond_an_element_are_refused_where_parameters_are
 
 
 @on_ranks(2)
+def test_schedule_free_optimizers_are_known_to_be_element_wise_by_their_names():
+    for module, name in (("adamw", "AdamW"), ("sgd", "SGD"), ("radam", "RAdam")):
+        made = type(f"{name}ScheduleFree", (Harmless,), {"__module__": f"schedulefree.{module}_schedulefree"})
+        model = sw.parallelize(Chain(), "zero3")
+        plain_loss(model, 0, 0).backward()
+        made(model.parameters(), lr=0.1).step()
+
+
+@on_ranks(2)
 def test_optimizers_that_may_look_beyond_a_parameter_or_the_model_are_refused_where_ranks_have_different_parameters():
     tokens = torch.zeros(2, 5, dtype=torch.long)
     for build, batch, axis in (

@@ -35,6 +35,9 @@ _NEEDS: dict[type | str, Granularity] = {
     "shardwise.optim.muon.Muon": ELEMENT,  # gathers each matrix on one rank itself
     torch.optim.Adafactor: TENSOR,  # the step's size depends on norms of the full parameter and of its update
     "transformers.optimization.Adafactor": TENSOR,
+    "schedulefree.adamw_schedulefree.AdamWScheduleFree": ELEMENT,
+    "schedulefree.sgd_schedulefree.SGDScheduleFree": ELEMENT,
+    "schedulefree.radam_schedulefree.RAdamScheduleFree": ELEMENT,
 }
 
 #: Optimizers with one scale for each ``block_size`` elements of their state.
