@@ -187,6 +187,19 @@ def test_a_configuration_fixes_what_it_says_and_stays_as_it_is(capsys: pytest.Ca
     assert main(["validate", "plan.yaml", "--nproc", "4"]) == 0
 
 
+def test_microbatches_that_a_configuration_fixes_are_those_of_the_global_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The global batch was that of 16,384 tokens a GPU, and no plan was legal."""
+    Path("run.yaml").write_text(
+        "model: {preset: gpt-tiny}\ndata: {seq_len: 32}\ntrain: {micro_batch_size: 4, gradient_accumulation_steps: 4}\n"
+    )
+    held = as_json(capsys, "run.yaml", "--gpus", "4", "--gpu", "L4")
+    assert held["workload"]["global_batch"] == 64  # as `train` counts it
+    halved = as_json(capsys, "run.yaml", "--gpus", "4", "--gpu", "L4", "--tp", "2")
+    assert halved["workload"]["global_batch"] == 32
+
+
 @pytest.mark.parametrize("policy", ["bf16", "{param_dtype: bf16}"])
 def test_a_precision_policy_may_be_its_dtype_alone(capsys: pytest.CaptureFixture[str], policy: str) -> None:
     Path("run.yaml").write_text(f"model: {{preset: gpt-tiny}}\nparallel: {{mp_policy: {policy}}}\n")

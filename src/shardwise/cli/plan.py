@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,7 +47,8 @@ def plan(
         int | None, typer.Option(help="Tokens of a sequence; by default the model's, at most 2,048.")
     ] = None,
     global_batch: Annotated[
-        int | None, typer.Option(help="Sequences of a step over all GPUs; by default 16,384 tokens for each GPU.")
+        int | None,
+        typer.Option(help="Sequences of a step over all GPUs; by default the configuration's, or 16,384 tokens a GPU."),
     ] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Only microbatches of this many sequences.")] = None,
     precision: Annotated[
@@ -149,7 +151,7 @@ def plan(
         )
     workload = Workload(
         seq_len=tokens,
-        global_batch=_first_given(global_batch, subject.global_batch, cluster.num_gpus * _samples_of(tokens)),
+        global_batch=_first_given(global_batch, subject.global_batch, _default_batch(cluster.num_gpus, fixed, tokens)),
         precision=precision or subject.precision or _precision_of(cluster.device),
         optimizer=optimizer or subject.optimizer,
         compile=bool(fixed.get("compile", False)),
@@ -167,6 +169,14 @@ def plan(
 def _precision_of(device: Gpu) -> str:
     """Return the default dtype of products: the first that the device has units for, or was calibrated with."""
     return next((name for name in ("bf16", "fp16") if name in device.peaks), "fp32")
+
+
+def _default_batch(num_gpus: int, fixed: Mapping[str, Any], tokens: int) -> int:
+    """Return the default sequences of a step: those of fixed microbatches as `train` counts them, else by tokens."""
+    micro, accumulation = fixed.get("micro_batch"), fixed.get("accumulation_steps")
+    if micro is None or accumulation is None:
+        return num_gpus * _samples_of(tokens)
+    return micro * accumulation * max(1, num_gpus // math.prod(fixed.get(axis, 1) for axis in ("tp", "pp", "cp")))
 
 
 def _samples_of(tokens: int) -> int:
