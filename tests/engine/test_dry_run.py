@@ -271,6 +271,23 @@ def test_a_model_of_transformers_runs_without_values_as_it_is_called_and_with_ad
         assert measured == pytest.approx(dry, rel=0.02)
 
 
+def test_a_model_of_transformers_that_looks_for_padding_runs_without_values():
+    """GPT-2 with a padding token reads the first and last ids if it gets no mask: nothing was predicted."""
+    transformers = pytest.importorskip("transformers")
+    ids = torch.ones(2, 16, dtype=torch.int64)
+    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+
+    def build(pad: int | None) -> nn.Module:
+        config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, pad_token_id=pad)
+        return transformers.GPT2LMHeadModel(config)
+
+    peaks = [
+        sw.dry_run(functools.partial(build, pad), world_size=2, batch={"input_ids": ids, "labels": ids}).peak_bytes
+        for pad in (None, 0)
+    ]
+    assert peaks[0] == peaks[1]
+
+
 def test_a_category_is_what_it_has_at_the_peak_and_no_more_than_the_most_of_it():
     plan = sw.ParallelPlan()
     at_peak = sw.dry_run(build_wide, plan, world_size=2, batch=wide_batch(), backend="nccl").bytes_by_category

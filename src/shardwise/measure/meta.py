@@ -140,12 +140,20 @@ def hides_tokens(batch: Any) -> bool:
 _MAKES_MASKS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 
 
+#: A method of transformers' models that reads ids to warn of padding without a mask.
+_WARNS_OF_PADDING = "warn_if_padding_and_no_attention_mask"
+
+
 def _asker_for_masks() -> str | None:
-    """The name of the function in transformers' mask modules that reads a value; ``None`` for any other caller."""
+    """The name of the function in transformers that reads a value for a mask; ``None`` for any other caller."""
     frame = sys._getframe(2)  # noqa: SLF001 - the caller that evaluates ``if tensor``
     while frame is not None and _module_of(frame).startswith(("torch.", "shardwise.")):
         frame = frame.f_back
-    return frame.f_code.co_name if frame is not None and _module_of(frame) in _MAKES_MASKS else None
+    if frame is None:
+        return None
+    name, module = frame.f_code.co_name, _module_of(frame)
+    asks = module in _MAKES_MASKS or (name == _WARNS_OF_PADDING and module == "transformers.modeling_utils")
+    return name if asks else None
 
 
 class FusedAttention(torch_private.GroupedProducts):
@@ -156,6 +164,7 @@ class FusedAttention(torch_private.GroupedProducts):
 
     A model that reads a value of a meta tensor fails, with exceptions. Before transformers makes masks, it reads
     whether sequences are packed (the answer is no) and whether the given mask hides tokens, as ``mask.all()`` does.
+    Without a mask some models read whether ids are those of padding (the answer is no).
 
     Args:
         is_cuda: Use the kernels of a GPU (flash attention in 16 bit, memory-efficient attention otherwise, which also
@@ -171,8 +180,9 @@ class FusedAttention(torch_private.GroupedProducts):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.__bool__ and args[0].is_meta and (asker := _asker_for_masks()):
-            return asker == "find_packed_sequence_indices" or not self._hides_tokens
+        reads = func in {Tensor.__bool__, Tensor.__contains__} and args[0].is_meta
+        if reads and (asker := _asker_for_masks()):
+            return asker == "find_packed_sequence_indices" or not (self._hides_tokens or asker == _WARNS_OF_PADDING)
         if func in {Tensor.all, torch.all} and len(args) == 1 and not kwargs and args[0].is_meta:
             return torch.tensor(not self._hides_tokens, device="cpu")
         if func is F.dropout and self._is_cuda:
