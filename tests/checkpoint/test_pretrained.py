@@ -22,7 +22,7 @@ from shardwise.cli import main
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import Cut
-from shardwise.testing import run_on_ranks, streams
+from shardwise.testing import StorageCount, run_on_ranks, streams
 from shardwise.train.checkpoints.random_state import seed_all
 from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import read_config
@@ -287,8 +287,10 @@ def test_a_range_of_a_slice_is_cast_in_small_parts(tmp_path: Path, monkeypatch: 
     assert files is not None
     columns, target = (Cut(1, ((1, 3),)),), torch.empty(11)
     part = Extent("here", (7, 6), "fp32", 3, 14, cuts=columns)
-    files.named({"here": "there"}, {"here": torch.bfloat16}).read([(part, target)])
+    with StorageCount("cpu", sees_arguments=False) as seen:
+        files.named({"here": "there"}, {"here": torch.bfloat16}).read([(part, target)])
     assert torch.equal(target, values[:, 1:3].reshape(-1)[3:14].float())
+    assert seen.peak_bytes == target.nbytes + 8  # four elements as they are stored
 
 
 STORED = """
