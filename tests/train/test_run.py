@@ -181,6 +181,26 @@ def test_a_damaged_checkpoint_is_left_by_moving_it_away(tmp_path: Path, capfd: p
     assert losses(run) == expected
 
 
+def adds_up(folder: str) -> None:
+    """An update every second step, and so none in the last of three."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    model, optimizer, _ = build()
+    batch = default_collate([Pairs(4, 0)[index] for index in range(4)])
+    with sw.Run(folder, model=model, optimizer=optimizer, steps=3, checkpoint={"every": 2}) as run:
+        for step in run.steps():
+            with sw.gradient_sync(model, step % 2 == 1):
+                mean(model(**batch), batch).backward()
+            if step % 2 == 1:
+                optimizer.step()
+
+
+def test_gradients_that_a_checkpoint_leaves_out_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_on_ranks(adds_up, 2, str(tmp_path / "run"))
+    told = "".join(capfd.readouterr())
+    assert told.count("made no update, and its gradients are not saved") == 1
+    assert "WARNING: step 3 made no update" in told
+
+
 def drifts(folder: str) -> int:
     """Nine samples, two in a batch: in the third step rank 1 is in its second epoch."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"

@@ -129,6 +129,7 @@ class Loop:
         self._is_best = False  # whether the newest evaluation is the best
         self._has_ended, self._foreign_bytes = False, foreign_bytes
         self.has_unfinished_step = False
+        self._has_updated = True  # whether the newest step has updated parameters
         self._step_values: dict[str, Any] = {}  # results of the current step
         profiled = range(profiled.start, min(profiled.stop, config.train.steps + 1))
         self.trace = StepTrace(
@@ -310,6 +311,7 @@ class Loop:
                     is_left = True
                     if engine_of(self.model, "train").version == version:
                         raise
+            self._has_updated = engine_of(self.model, "train").version != version
             self.step += 1
             if is_left:
                 self.has_unfinished_step = True
@@ -558,6 +560,11 @@ class Loop:
 
     def _save(self, *, waits: bool = True, is_best: bool = False) -> None:
         state, begin, self._is_best = self._state(), time.perf_counter(), False
+        if self._is_own_loop and not self._has_updated and any(p.grad is not None for p in self.model.parameters()):
+            self.progress.say(
+                f"WARNING: step {self.done.step} made no update, and its gradients are not saved: a resumed run adds up"
+                " others. Let each step of run.steps() end with optimizer.step() and zero_grad()."
+            )
         if self.config.train.check_replicas_every is not None:
             self.check_replicas(self.done.step)
         with self.timeouts.long("save"):
