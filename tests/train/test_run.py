@@ -400,6 +400,7 @@ def alone(folder: str) -> list[str]:
     tried(train={"clip_grad_norm": 1.0})
     tried(checkpoint={"best": "eval_loss"})
     tried(sampler=object())
+    tried(optimizer=torch.optim.LBFGS(model.parameters()))
     tried(optimizer=[model])
     tried(callbacks=[sw.Callback])
     tried()
@@ -486,6 +487,7 @@ def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path) -> None:
             "'clip_grad_norm': ...}): what a step does is the loop's own",
             "'best': ...}): evaluations and code are the loop's own",
             "sw.Run(sampler=...): object has no state_dict and load_state_dict",
+            "sw.Run(optimizer=...): LBFGS keeps lists of directions, which a checkpoint cannot hold.",
             "sw.Run(optimizer=...): expected a torch optimizer, or several, got",
             "<class 'shardwise.train.callback.Callback'> is not an sw.Callback",
             "",

@@ -342,11 +342,13 @@ of_values = sw.TrainSpec(metrics={"size": lambda output, batch: sw.Mean(output, 
 of_rows = sw.TrainSpec(**{**late_parts, "loss": lambda output, batch: output.square().mean(1)})
 of_pairs = sw.TrainSpec(**{**late_parts, "loss": lambda output, batch: (squares(output, batch), output)})
 of_nothing = sw.TrainSpec(optimizer=lambda groups, lr: None, **late_parts)  # type: ignore[arg-type,return-value]
+of_closures = sw.TrainSpec(**{**late_parts, "optimizer": lambda groups, lr: torch.optim.LBFGS(groups[0]["params"])})
 MISTAKES = {
     "of_tensor": "TrainSpec(metrics=...): 'size' gave Tensor, expected sw.Mean.",
     "of_values": "sw.Mean: expected a sum and a count, got a tensor of shape [4, 1].",
     "of_rows": "the loss function gave a tensor of shape [4] where a scalar loss was expected.",
     "of_pairs": "the loss function gave tuple where a scalar loss was expected.",
+    "of_closures": "TrainSpec(optimizer=...) returned LBFGS, whose step() needs a closure.",
     "of_nothing": "TrainSpec(optimizer=...) returned NoneType, expected a torch.optim.Optimizer.",
 }
 

@@ -160,6 +160,12 @@ class Run:
                 f"sw.Run(optimizer=...): expected a torch optimizer, or several, got {kinds}.\n"
                 "  Pass the optimizers that sw.save would get."
             )
+        saving = self._config.checkpoint
+        if (saving.final or saving.every) and any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+            raise ConfigError(
+                "sw.Run(optimizer=...): LBFGS keeps lists of directions, which a checkpoint cannot hold.\n"
+                '  Run without checkpoints, checkpoint={"final": False}, and save the weights: sw.save(folder, model).'
+            )
         try:
             engine_of(model, "sw.Run")
         except StateError as error:

@@ -338,6 +338,12 @@ def build_optimizer(
                 f"TrainSpec(optimizer=...) returned {type(built).__name__}, expected a torch.optim.Optimizer.\n"
                 "  Return the optimizer of the groups that it was given; a schedule is TrainSpec(schedule=...)."
             )
+        closure = inspect.signature(built.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"TrainSpec(optimizer=...) returned {type(built).__name__}, whose step() needs a closure.\n"
+                '  Write a loop of your own, with sw.Run(..., checkpoint={"final": False}).'
+            )
         for group in built.param_groups:
             group.setdefault(PEAK, float(group["lr"]))
         return built
