@@ -378,14 +378,11 @@ def test_a_callback_ends_a_run_with_a_checkpoint(tmp_path: Path) -> None:
 
 @sw.declare_elementwise
 class Counting(torch.optim.SGD):
-    """Counts its steps in its groups, as schedule-free optimizers do."""
-
-    def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
-        super().__init__([{**group, "count": 0} for group in groups], lr=lr)
+    """Counts its steps in its groups, as schedule-free optimizers and Prodigy do."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
-            group["count"] += 1
+            group["count"] = group.get("count", 0) + 1
             group["weight_decay"] = 0.1 * group["count"]
         return super().step(closure)
 

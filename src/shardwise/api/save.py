@@ -28,6 +28,7 @@ from shardwise.api.saved_optimizer import (
     refuse_wrappers,
     refused,
     settings_by_group,
+    settings_of_code,
     shared_members,
     tied_names,
 )
@@ -490,8 +491,9 @@ class _Targets:
         if self._keeps_settings:
             found = [{} for _ in found]
         else:
-            refuse_unknown(checkpoint.path, found, groups_of(optimizers))
-            changed = changed_settings(checkpoint.path, found, groups_of(optimizers))
+            added = settings_of_code(optimizers, found)
+            refuse_unknown(checkpoint.path, found, groups_of(optimizers), added)
+            changed = changed_settings(checkpoint.path, found, groups_of(optimizers), added)
         given = {id(group): settings for group, settings in zip(groups_of(optimizers), found, strict=True)}
         odd = [f"{name} is no parameter" for name in saved.scalars if name not in stored]
         for each in fresh:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from shardwise.engine.storage.flat_parameters import FlatParameter
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import aligned, printable
+
+Optimizers = Sequence[torch.optim.Optimizer]
 
 #: Upper bound of the numbers in an optimizer's state, also of integers, which JSON does not limit.
 _MOST = 2.0**1000
@@ -88,8 +92,21 @@ def read_optimizer(path: Path, entry: Any) -> SavedOptimizer:
     return found
 
 
+def settings_of_code(optimizers: Optimizers, saved: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the saved settings that the optimizers' own code names: some count in a group from their first step on."""
+    found: set[str] = set()
+    for optimizer in optimizers:
+        with contextlib.suppress(OSError, TypeError):  # a class without source
+            code = inspect.getsource(type(optimizer))
+            found |= {key for settings in saved for key in settings if f'"{key}"' in code or f"'{key}'" in code}
+    return found
+
+
 def changed_settings(
-    path: Path, saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+    path: Path,
+    saved: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    added: Collection[str] = (),
 ) -> list[tuple[str, Any, Any]]:
     """Return the settings that loading would change: name, current value and saved value.
 
@@ -97,6 +114,7 @@ def changed_settings(
         path: The checkpoint, for messages.
         saved: Settings of each group, in the order of ``groups``.
         groups: The optimizer's own groups.
+        added: Settings that groups may get later (:func:`settings_of_code`).
 
     Raises:
         CheckpointError: A saved setting has another type than the optimizer's, or the optimizer has no such setting.
@@ -107,7 +125,7 @@ def changed_settings(
             where = f"groups.{number}.{key}"
             own = group.get(key)
             own = own.item() if isinstance(own, Tensor) and own.dim() == 0 else own
-            if key == "params" or key not in group.keys() | _ADDED:
+            if key == "params" or key not in group.keys() | _ADDED | set(added):
                 wrong.append(f"{where}: the optimizer has no such setting")
             elif not _are_alike(own, value):
                 wrong.append(f"{where} is {value!r}, and {own!r} in the optimizer")
@@ -118,7 +136,9 @@ def changed_settings(
     return changed
 
 
-def refuse_unknown(path: Path, saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+def refuse_unknown(
+    path: Path, saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], added: Collection[str]
+) -> None:
     """Refuse saved settings that the optimizer does not have, or not yet; arguments as of :func:`changed_settings`.
 
     Raises:
@@ -127,7 +147,7 @@ def refuse_unknown(path: Path, saved: Sequence[Mapping[str, Any]], groups: Seque
     unknown = [
         f"groups.{number}.{key}"
         for number, (settings, group) in enumerate(zip(saved, groups, strict=True))
-        for key in settings.keys() - group.keys() - _ADDED - {"params"}
+        for key in settings.keys() - group.keys() - _ADDED - {"params", *added}
     ]
     if unknown:
         more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
@@ -174,8 +194,6 @@ def refused(path: Path, lines: Sequence[str]) -> CheckpointError:
 
 
 # -- names
-
-Optimizers = Sequence[torch.optim.Optimizer]
 
 
 def refuse_wrappers(optimizers: Optimizers) -> None:
