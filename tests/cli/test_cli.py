@@ -141,6 +141,14 @@ def test_wrong_usage_is_2(capsys: pytest.CaptureFixture[str], arguments: list[st
     assert run(capsys, *arguments)[0] == 2
 
 
+def test_an_interrupt_while_the_command_is_built_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardwise.cli.app.build", interrupt)
+    assert main(["env"]) == 130
+
+
 def test_resuming_what_is_not_there_is_65(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(GOOD)
     code, _, err = run(capsys, "train", "c.yaml", "--resume")

@@ -641,6 +641,12 @@ def test_a_spec_that_reads_weights_is_planned_and_run_dry(
     assert capsys.readouterr().out.rstrip().endswith("-m shardwise train plan.yaml")
     assert main(["plan", "--spec", "mine.py", "--gpus", "2", "--gpu", "H100-80GB-SXM", "--tp", "2"]) > 0
     assert "tp=2: the engine does not divide traced models by tp" in capsys.readouterr().err
+    assert (
+        main(["plan", "--spec", "mine.py", "--gpu", "H100-80GB-SXM", "--chunked-loss"]) == 78
+    )  # was a ZeroDivisionError
+    assert "chunked_loss=True cannot be added to a trace" in capsys.readouterr().err
+    assert main(["plan", "--spec", "mine.py", "--gpu", "H100-80GB-SXM", "--largest"]) == 78
+    assert "a traced model has no sizes to scale" in capsys.readouterr().err
     assert main(["dry-run", "run.yaml", "--spec", "mine.py", "--world-size", "2", "--json", "dry.json"]) == 0
     (dry,) = json.loads((tmp_path / "dry.json").read_text())
     assert dry["num_parameters"] > 0

@@ -155,7 +155,8 @@ def write_folder(
             part.replace(path)
     except OSError as error:
         raise StorageError(
-            f"{printable(path)} was not written: {error.strerror or error}.\n  Free space, or name another folder."
+            f"{printable(path)} was not written: {error.strerror or error}.\n"
+            "  Name another folder, or free space if the disk is full."
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -116,6 +116,8 @@ def plan(
         raise ConfigError(f"--lora {lora}: expected a rank of at least 1.\n  Set for example --lora 16.")
     if measured and largest:
         raise ConfigError("--measured with --largest: no plan is the one that ran.\n  Leave one of the two out.")
+    if spec is not None and largest:
+        raise ConfigError("--largest with --spec: a traced model has no sizes to scale.\n  Leave one of the two out.")
     if save_hardware is not None and not measured:
         raise ConfigError(
             f"--save-hardware {save_hardware}: there is no measured run to take figures from.\n"

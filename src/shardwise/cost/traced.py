@@ -135,6 +135,11 @@ class TracedModel:
                 f"{self.name} was traced without adapters: lora_rank={workload.lora_rank} cannot be added to a trace.\n"
                 "  Trace the module with its adapters and frozen weights, and leave lora_rank=None."
             )
+        if workload.chunked_loss:
+            raise PlanError(
+                f"{self.name} was traced with its own loss: chunked_loss=True cannot be added to a trace.\n"
+                "  Trace the module after sw.chunk_cross_entropy(module), and leave chunked_loss=False."
+            )
         if self.seq_len and workload.seq_len != self.seq_len:
             raise PlanError(
                 f"{self.name} was traced with sequences of {self.seq_len} tokens, but the workload has"
