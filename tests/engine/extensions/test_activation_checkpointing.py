@@ -234,6 +234,45 @@ def test_recomputation_never_gathers_twice():
             assert trace_of(sw.parallelize(Chain(Dropping), plan)) == plain, (strategy, way)
 
 
+class Holder:
+    """An object that travels through the layers, as a batch of PyTorch Geometric does in its GraphGym."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Changing(Block):
+    """Reads a list that its model changes after the call, takes an item of a dict, and writes to an object."""
+
+    def forward(self, features: list[Tensor], skipped: dict[str, list[Tensor]], holder: Holder) -> Tensor:
+        x = super().forward(sum(features, skipped["stem"].pop())) * holder.x
+        holder.x = holder.x + x.detach().mean()
+        return x
+
+
+class KeepsLists(Chain):
+    """Gives its blocks what they and it change: DenseNet's list of features, a U-Net's skipped activations."""
+
+    def __init__(self) -> None:
+        super().__init__(Changing)
+
+    def forward(self, x: Tensor) -> Tensor:
+        stem = self.stem(x)
+        features, skipped, holder = [stem], {"stem": [stem * n for n in range(len(self.blocks))]}, Holder(stem)
+        for index, block in enumerate(self.blocks):
+            made = block(features, skipped=skipped, holder=holder)
+            features[0] = features[0] + made  # of the same shape: nothing else would notice
+            if index % 2:
+                features.append(made)
+        return self.head(features[-1] + holder.x)
+
+
+@on_ranks(2)
+def test_a_recomputed_block_gets_the_lists_dicts_and_objects_that_its_call_got():
+    for way in ("full", "selective"):
+        compare_each(KeepsLists, plain_loss, ("ddp", "zero3"), activation_checkpointing=way)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

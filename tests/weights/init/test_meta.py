@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 
@@ -213,6 +216,38 @@ LAYERS, HIDDEN = 8, 64
 
 def build_deep() -> nn.Module:
     return sw.models.gpt("gpt-tiny", num_layers=LAYERS, hidden=HIDDEN, num_heads=2, vocab_size=64, seq_len=16)
+
+
+SAVED = io.BytesIO()
+torch.save(torch.arange(6.0).view(2, 3), SAVED)
+#: Values that a constructor takes from a tensor which has them already: torch copies or reads a storage.
+GIVEN: dict[str, Callable[[], Tensor]] = {
+    "a norm's counter": lambda: copy.deepcopy(nn.BatchNorm1d(2)).num_batches_tracked,
+    "deepcopy": lambda: copy.deepcopy(torch.tensor([1.0, 2.0])),
+    "deepcopy of a view": lambda: copy.deepcopy(torch.arange(6.0).to(torch.int32).view(2, 3)[:, 1]),
+    "copy": lambda: copy.copy(torch.tensor([True, False])),
+    "load": lambda: torch.load(io.BytesIO(SAVED.getvalue())),
+    "pickle": lambda: pickle.loads(pickle.dumps(torch.tensor([3.0, 4.0]))),
+    "shared": lambda: torch.tensor([5.0, 6.0]).share_memory_(),
+    "none": torch.Tensor,
+}
+
+
+class Given(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        for name, make in GIVEN.items():
+            self.register_buffer(name, make())
+
+
+@on_ranks(2)
+def test_buffers_that_are_copied_or_loaded_have_the_values_of_plain_construction():
+    """A copy had those that its memory happened to hold; torch.load raised torch's error."""
+    plain = built_plainly(Given)[0]
+    torch.manual_seed(SEED)
+    found = all_values(sw.parallelize(sw.deferred_init(Given), "ddp"))
+    assert all(same_bits(found[name], value) for name, value in plain.items())
 
 
 @on_ranks(2)

@@ -9,6 +9,7 @@ their own backward. Buffers that a forward writes (running statistics) and dropo
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -120,14 +121,41 @@ class _Recomputed(Replacement):
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         args, kwargs = _without_caches(self.module, args, kwargs)
+        found = {
+            key: each for key, value in (*enumerate(args), *kwargs.items()) if (each := _copied(value)) is not value
+        }
+        has_run = False
 
         # The keywords are passed as one argument, because torch looks there for devices whose generators it must save.
         def run(keywords: dict[str, Any], *positional: Any) -> Any:
+            nonlocal has_run
             if torch_private.current_backward() != -1:
                 _gather_if_released(self.module)
+            if has_run and found:
+                positional = tuple(_copied(found.get(index, each)) for index, each in enumerate(positional))
+                keywords = {name: _copied(found.get(name, each)) for name, each in keywords.items()}
+            has_run = True
             return self.original(*positional, **keywords)
 
         return checkpoint(run, kwargs, *args, use_reentrant=False, context_fn=self._context_fn)
+
+
+def _copied(value: Any, levels: int = 16) -> Any:
+    """Copy a list, dict or other object that the model may change between a call and its recomputation.
+
+    So a list of skipped activations, to which a block appends, is the same in both. Tensors are not copied.
+    """
+    if type(value) in (list, tuple) and levels:
+        items = [_copied(each, levels - 1) for each in value]
+        is_same = type(value) is tuple and all(new is old for new, old in zip(items, value, strict=True))
+        return value if is_same else type(value)(items)
+    if type(value) is dict and levels:
+        return {key: _copied(each, levels - 1) for key, each in value.items()}
+    if not hasattr(value, "__dict__") or isinstance(value, (Tensor, nn.Module, type)):
+        return value
+    with contextlib.suppress(Exception):  # an object that cannot be copied, such as a process group
+        return copy.copy(value)
+    return value
 
 
 def _gather_if_released(module: nn.Module) -> None:

@@ -227,7 +227,9 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-        if tensors and not any(tensor.is_meta for tensor in tensors):
+        # An empty tensor gets a storage next, where torch copies a storage (deepcopy of a constant) or loads a file.
+        is_blank = func is torch.ops.aten.empty.memory_format and list(args[0]) == [0]
+        if (tensors or is_blank) and not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         mutated = _mutated(func, args, kwargs)
         if not all(tensor.is_meta for tensor in mutated) or any(part in str(func) for part in _VALUE_DEPENDENT):
