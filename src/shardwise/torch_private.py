@@ -509,6 +509,25 @@ def replace_in_device_contexts(put: Callable[..., None], replaced: Mapping[Any, 
     put(DeviceContext, "__torch_function__", call)
 
 
+@contextlib.contextmanager
+def no_autocast_on_meta() -> Iterator[None]:
+    """Let ``torch.autocast("meta", enabled=False)`` do nothing; torch raises, as it does not know the device.
+
+    Models switch autocast off for the device type of their inputs, around tables of positions.
+    """
+    plain = torch.autocast.__init__
+
+    def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **options: Any) -> None:
+        is_off = device_type == "meta" and not (args[0] if args else options.get("enabled", True))
+        plain(self, "cpu" if is_off else device_type, dtype, *args, **options)
+
+    torch.autocast.__init__ = init
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = plain
+
+
 class GroupedProducts(TorchFunctionMode):
     """Computes shapes of the grouped products of experts on meta in every dtype; torch's own refuses all but bf16.
 

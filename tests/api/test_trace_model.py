@@ -442,3 +442,24 @@ def test_no_cache_keeps_tensors_without_values(way: str) -> None:
     assert positions(4).tolist() == [0, 1, 2, 3]
     assert tables(4)[0].tolist() == [3, 2, 1, 0]
     assert model(x).item() == pytest.approx(model.layer(x).square().mean().item())
+
+
+class SwitchesOff(nn.Linear):
+    """Computes a part in full precision, under the device type of its input, as tables of positions are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            return super().forward(x.cos())
+
+
+def test_a_model_that_switches_autocast_off_is_traced_and_one_that_switches_it_on_is_refused() -> None:
+    trace = functools.partial(sw.trace_model, example_batch=torch.ones(2, 4), loss_fn=lambda output, _: output.sum())
+    assert trace(SwitchesOff(4, 4)).num_parameters == 20
+
+    class SwitchesOn(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(x.device.type, torch.bfloat16):
+                return super().forward(x)
+
+    with pytest.raises(StateError, match="SwitchesOn cannot run without values"):
+        trace(SwitchesOn(4, 4))

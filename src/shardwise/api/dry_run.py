@@ -208,7 +208,7 @@ def dry_run(
                 torch_private.backward_under_modes([loss / num_microbatches if num_microbatches > 1 else loss])
 
     attention = FusedAttention(is_cuda=is_cuda, hides_tokens=hides_tokens(batch))
-    with attention, KnownShapes(), _named_errors(model):
+    with attention, KnownShapes(), torch_private.no_autocast_on_meta(), _named_errors(model):
         forward_and_backward()  # records the order of units and allocates the buffers; later steps are all alike
         stepper.step()
         stepper.zero_grad()

@@ -85,7 +85,8 @@ def trace(
     units = find_units(model, "auto")
     with on_meta(model, dtype), torch.device("meta"), _in_training(model):
         tracer = _Tracer(model, units)
-        with KnownShapes(), tracer, FusedAttention(is_cuda=True, hides_tokens=hides_tokens):
+        attention = FusedAttention(is_cuda=True, hides_tokens=hides_tokens)
+        with KnownShapes(), torch_private.no_autocast_on_meta(), tracer, attention:
             loss = compute_loss()
             tracer.begin_backward()
             torch_private.backward_under_modes([loss])
