@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.checkpoint import plain
 from shardwise.cost.hardware import gpus
 from shardwise.launch.stop_request import INTERRUPTED, STOPPED, StopRequest, exit_code
-from shardwise.spec.errors import CheckpointError, StateError
+from shardwise.spec.errors import CheckpointError, ConfigError, StateError
 from shardwise.spec.text import printable, size
 from shardwise.train.checkpoints import random_state
 from shardwise.train.config.resolve import resolve
@@ -207,3 +207,9 @@ def test_an_output_that_is_no_loss_is_refused_with_the_field_to_give() -> None:
     said = r"the model gave a tensor of shape \[8, 1\] .*\n  Give sw.TrainSpec\(loss=...\), or let the model return its"
     with pytest.raises(StateError, match=said):
         given.loss(nn.Linear(3, 1), torch.ones(8, 3))
+
+
+def test_a_rank_without_anything_to_train_is_told_so() -> None:
+    """Under parity and dry-run it was torch's error of an empty list."""
+    with pytest.raises(ConfigError, match=r"nothing to train: no adapter lies in its stage.\n  Lower parallel.pp"):
+        build_optimizer(OptimizerSection(), [])

@@ -38,7 +38,14 @@ from shardwise.train.evaluation import Evaluation
 from shardwise.train.log.report import Report, owned_units
 from shardwise.train.loop import Loop, Parts
 from shardwise.train.microbatches import Microbatches
-from shardwise.train.model.build import build_optimizer, defer_model, objective_of, parameter_groups, set_lr
+from shardwise.train.model.build import (
+    build_optimizer,
+    defer_model,
+    nothing_to_train,
+    objective_of,
+    parameter_groups,
+    set_lr,
+)
 from shardwise.train.model.lora import check_base, fingerprint
 from shardwise.train.parity import parity_line
 from shardwise.train.predicted.memory import least_checkpoint_bytes, predict, tensor_bytes
@@ -129,10 +136,7 @@ class Trainer:
         num_trained = sum(len(group["params"]) for group in groups)
         idle = [rank for rank, count in enumerate(self.control.all_json(num_trained)) if count == 0]
         if idle:
-            raise ConfigError(
-                f"rank {', '.join(map(str, idle))} would have nothing to train: no adapter lies in its stage.\n"
-                "  Lower parallel.pp, or give more layers an adapter (lora.targets)."
-            )
+            raise nothing_to_train(f"rank {', '.join(map(str, idle))}")
         optimizer = build_optimizer(self.config.optimizer, groups, self.resolved.spec.optimizer)
         if self.config.optimizer.in_backward:
             sw.optimizer_in_backward(model, optimizer)

@@ -326,11 +326,21 @@ def num_states(section: OptimizerSection, factory: OptimizerFactory) -> float:
     return sum(each.nbytes for each in states) / matrix.nbytes
 
 
+def nothing_to_train(who: str) -> ConfigError:
+    """Make the error for ranks whose stages have no adapter; ``who`` names them."""
+    return ConfigError(
+        f"{who} would have nothing to train: no adapter lies in its stage.\n"
+        "  Lower parallel.pp, or give more layers an adapter (lora.targets)."
+    )
+
+
 def build_optimizer(
     section: OptimizerSection, groups: Iterable[Any], factory: OptimizerFactory | None = None
 ) -> torch.optim.Optimizer:
     """Build the optimizer over :func:`parameter_groups`: with ``factory``, else by the section's name."""
-    decay = section.weight_decay
+    decay, groups = section.weight_decay, list(groups)
+    if not groups:
+        raise nothing_to_train("this rank")
     if factory is not None:
         built = factory([{"weight_decay": decay, **group} for group in groups], section.lr)
         if not isinstance(built, torch.optim.Optimizer):
@@ -353,7 +363,6 @@ def build_optimizer(
         return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum or 0.0, weight_decay=decay)
     kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
     betas, eps = section.betas or (0.9, 0.95), section.eps or 1e-8
-    groups = list(groups)
     if section.name == "adamw8bit":
         adamw8bit = importlib.import_module("torchao.optim").AdamW8bit
         return adamw8bit(groups, lr=section.lr, betas=betas, eps=eps, weight_decay=decay)
