@@ -57,7 +57,7 @@ def open_for_reading(folder: int, name: str, *, allows_links: bool = False) -> I
         os.close(file)
 
 
-def status_of(folder: int, name: str, *, allows_links: bool = False) -> os.stat_result:
+def status_of(folder: int, name: str, *, allows_links: bool) -> os.stat_result:
     """Return the status of the regular file ``name`` of ``folder`` without opening it."""
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)

@@ -64,7 +64,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     return json.loads(raw), list(files)
 
 
-def write_image(image: int, num_bytes: int, folder: int, name: str, step: int | None = None) -> str:
+def write_image(image: int, num_bytes: int, folder: int, name: str, step: int | None) -> str:
     """Write the first ``num_bytes`` bytes of a memory file to the new file ``name``, and sync it to the disk.
 
     The system's cache is bypassed if the file system allows it, which takes no processor time from training.

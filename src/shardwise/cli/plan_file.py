@@ -66,7 +66,7 @@ def configuration(estimate: Estimate, model: dict[str, Any], base: dict[str, Any
     return {**config, "optimizer": optimizer, "train": train}
 
 
-def write_plan(path: Path, estimate: Estimate, model: dict[str, Any], base: dict[str, Any] | None = None) -> str:
+def write_plan(path: Path, estimate: Estimate, model: dict[str, Any], base: dict[str, Any] | None) -> str:
     """Write the configuration, with a comment that shows the predictions, and return what to do with it."""
     import yaml
 

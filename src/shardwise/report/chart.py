@@ -52,7 +52,7 @@ class Bar(NamedTuple):
     text: str
 
 
-def fills_of(names: Sequence[str], order: Sequence[str] = ()) -> dict[str, int]:
+def fills_of(names: Sequence[str], order: Sequence[str]) -> dict[str, int]:
     """Return a colour for each name: that of its place in ``order``, so that it is the same in every chart."""
     known = list(dict.fromkeys([*order, *names]))
     return {name: index % NUM_FILLS for index, name in enumerate(known) if name in names}

@@ -50,8 +50,8 @@ def make_app(
     queue: Queue,
     num_running: Callable[[], int],
     *,
-    hosts: Sequence[str] = ("*",),
-    api_key: str | None = None,
+    hosts: Sequence[str],
+    api_key: str | None,
 ) -> Starlette:
     """Make the application.
 

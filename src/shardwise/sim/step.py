@@ -205,7 +205,7 @@ def chain_moments(
     num_left: int,
     reduces: bool,
     is_first_of_window: bool,
-    ahead: tuple[int, int] = (1, 1),
+    ahead: tuple[int, int],
 ) -> tuple[Moment, ...]:
     """The moments of one microbatch for a root (unit 0) that encloses a chain of units."""
     units = {

@@ -44,7 +44,7 @@ def scaled(factor: float, sizes: Mapping[str, int]) -> tuple[Kind, list[str]]:
     return Kind(SCALED, f"{factor:.4g} times that of one process"), []
 
 
-def of_tensors(got: Tensor, part: Tensor, whole: Tensor, tables: Sequence[tuple[str, Tensor]] = ()) -> Kind:
+def of_tensors(got: Tensor, part: Tensor, whole: Tensor, tables: Sequence[tuple[str, Tensor]]) -> Kind:
     """The kind of the difference between a rank's tensor ``got`` and the right one, the ``part`` of ``whole``.
 
     ``tables`` are parameters of the module, by name.

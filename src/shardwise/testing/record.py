@@ -110,7 +110,7 @@ def record_plan(
     reader: int,
     *,
     parallelize: Parallelize,
-    capture: Collection[Point] = (),
+    capture: Collection[Point],
 ) -> Record:
     """Train up to ``step`` under a plan, and record this step.
 
@@ -195,8 +195,8 @@ def record_one_process(
     *,
     group_size: int,
     at: Mapping[str, tuple[int, int]],
-    capture: Collection[Point] = (),
-    dtype: torch.dtype | None = None,
+    capture: Collection[Point],
+    dtype: torch.dtype | None,
 ) -> Record:
     """Train up to ``step`` in one process, and record the tensors that this rank should have computed under the plan.
 

@@ -124,7 +124,7 @@ class PipelineStep(Step):
 
 
 @contextlib.contextmanager
-def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | None = None) -> Iterator[PipelineStep]:
+def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | None) -> Iterator[PipelineStep]:
     """Run several forwards and backwards on the same parameters, and reduce their gradients.
 
     Collective:

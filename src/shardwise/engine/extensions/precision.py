@@ -127,7 +127,7 @@ class Policies:
         master, compute, reduce = next(iter(found.values()))
         return torch_dtype(master), torch_dtype(compute), torch_dtype(reduce)
 
-    def cast_buffers(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
+    def cast_buffers(self, model: nn.Module, ignored: Collection[str]) -> None:
         """Cast floating-point buffers to ``buffer_dtype``, except batch norm's statistics and those ``ignored``."""
         for path, module, key in list(castable_buffers(model)):
             name = self.at(path).buffer_dtype

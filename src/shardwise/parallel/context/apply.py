@@ -47,7 +47,7 @@ def check_model(model: nn.Module) -> None:
         check_config(model)
 
 
-def divide_sequences(model: nn.Module, comm: Comm, *, multiple: int = 1) -> str:
+def divide_sequences(model: nn.Module, comm: Comm, *, multiple: int) -> str:
     """Make ``model`` compute only this rank's positions of the sequences that are passed to it.
 
     Returns:

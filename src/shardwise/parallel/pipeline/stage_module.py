@@ -76,7 +76,7 @@ class StageModule:
             return functional_call(self.meta_copy, zeros_by_name, args, dict(kwargs))
 
 
-def find_stage_modules(model: nn.Module, blocks: Collection[str], starts: Collection[str] = ()) -> list[StageModule]:
+def find_stage_modules(model: nn.Module, blocks: Collection[str], starts: Collection[str]) -> list[StageModule]:
     """Find the stage modules of ``model``, in the order of registration, which is the order of stages."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, module in modules.items():
@@ -126,7 +126,7 @@ def _in_order_of_calls(model: nn.Module, found: list[StageModule]) -> list[Stage
 # -- assignment to stages
 
 
-def assign_stages(modules: Sequence[StageModule], num_stages: int, first_of_stage: Sequence[str] = ()) -> None:
+def assign_stages(modules: Sequence[StageModule], num_stages: int, first_of_stage: Sequence[str]) -> None:
     """Set the stage of every module that has parameters; each stage has neighbouring modules."""
     costly = [module for module in modules if module.has_parameters]
     if first_of_stage:

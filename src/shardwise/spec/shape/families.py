@@ -346,9 +346,9 @@ def _plain_block(
     mlp_bias: bool = True,
     has_rotary: bool = False,
     is_fused: bool = False,
-    activation: str = "gelu",
-    attention_dropout: float | None = 0.0,
-    dropout: float | None = 0.0,
+    activation: str,
+    attention_dropout: float | None,
+    dropout: float | None,
 ) -> Block:
     """A block of GPT-2, NeoX, OPT, BERT or ViT: layer norms, one projection up, biases."""
     return Block(

@@ -158,7 +158,7 @@ def gpt_config(preset: str | GPTConfig, **overrides: Any) -> GPTConfig:
     return dataclasses.replace(base, **overrides)
 
 
-def gpt_shape(config: GPTConfig, name: str = "gpt") -> ModelShape:
+def gpt_shape(config: GPTConfig, name: str) -> ModelShape:
     """The shape of our GPT (``sw.models.gpt``)."""
     h, bias = config.hidden, config.bias
     mlp = Mlp(ffn=config.ffn_hidden, has_bias=bias, activation="gelu")

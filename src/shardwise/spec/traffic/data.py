@@ -156,9 +156,9 @@ def unit_collectives(
     moment: Moment,
     *,
     rank: int,
-    is_synchronising: bool = True,
+    is_synchronising: bool,
     is_first_of_window: bool = True,
-    replicas: Replicas | None = None,
+    replicas: Replicas | None,
 ) -> Iterator[Collective]:
     """The collectives that ``rank`` issues at one moment of a step; see :func:`step_trace` for the arguments."""
     if moment.event is Event.GATHER:
@@ -197,9 +197,9 @@ def _second_phases(unit: UnitFacts, rank: int, replicas: Replicas | None) -> Ite
 def step_walk(
     units: Mapping[int, UnitFacts],
     *,
-    is_synchronising: bool = True,
+    is_synchronising: bool,
     is_first_of_window: bool = True,
-    replicas: Replicas | None = None,
+    replicas: Replicas | None,
     num_left: int = 0,
 ) -> Walk:
     """The walk through a step of these units; see :func:`step_trace` and ``Walk`` for the arguments."""
@@ -244,7 +244,7 @@ class BufferMessage:
         return item_bytes(self.dtype)
 
 
-def sync_trace(messages: Sequence[BufferMessage], *, rank: int, size: int, axis: str = "dp_shard") -> list[Collective]:
+def sync_trace(messages: Sequence[BufferMessage], *, rank: int, size: int, axis: str) -> list[Collective]:
     """The collectives that make buffers equal, as ``rank`` of ``axis`` issues them; rank 0 is the root."""
     trace = []
     for message in messages:
