@@ -528,6 +528,27 @@ def no_autocast_on_meta() -> Iterator[None]:
         torch.autocast.__init__ = plain
 
 
+@contextlib.contextmanager
+def noticed_meta_contexts() -> Iterator[list[None]]:
+    """Yield a list that is not empty while a function is called in a ``with torch.device("meta")`` inside this one."""
+    plain, inside = DeviceContext.__torch_function__, list[None]()
+
+    def call(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.device.type != "meta":
+            return plain(self, func, types, args, kwargs)
+        inside.append(None)
+        try:
+            return plain(self, func, types, args, kwargs)
+        finally:
+            inside.pop()
+
+    DeviceContext.__torch_function__ = call
+    try:
+        yield inside
+    finally:
+        DeviceContext.__torch_function__ = plain
+
+
 class GroupedProducts(TorchFunctionMode):
     """Computes shapes of the grouped products of experts on meta in every dtype; torch's own refuses all but bf16.
 

@@ -250,6 +250,31 @@ def test_buffers_that_are_copied_or_loaded_have_the_values_of_plain_construction
     assert all(same_bits(found[name], value) for name, value in plain.items())
 
 
+class Loads(nn.Module):
+    """Loads weights into a body that it builds on meta, as ``from_pretrained`` does, and draws those of a new head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.body = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+            self.is_there = self.body[0].weight.is_meta
+        saved = {name: torch.ones(value.shape, dtype=value.dtype) for name, value in self.body.state_dict().items()}
+        self.body.load_state_dict(saved, assign=True)
+        self.head = nn.Linear(3, 2)
+
+
+@on_ranks(2)
+def test_a_head_beside_loaded_weights_is_drawn_as_in_plain_construction():
+    """The recording drew for the body too, which a plain run does not: the head began with other values."""
+    plain, after = built_plainly(Loads)
+    torch.manual_seed(SEED)
+    model = sw.parallelize(sw.deferred_init(Loads), "zero3")
+    assert model.is_there
+    assert torch.equal(torch.rand(3), after)
+    found = whole(model)
+    assert all(same_bits(found[name], value) for name, value in plain.items())
+
+
 @on_ranks(2)
 def test_no_rank_holds_more_than_its_shards_and_a_unit_or_two() -> None:
     """The most bytes held while the model is made, and the bytes of the whole model."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from shardwise import torch_private
 from shardwise.nested import forgets_meta
 from shardwise.spec.errors import StateError
 from shardwise.torch_private import storage_identity
@@ -187,8 +188,29 @@ def take_recording(model: nn.Module) -> Recording | None:
 @contextlib.contextmanager
 def recorded(recording: Recording) -> Iterator[None]:
     """Create new tensors on meta inside the context, and add operations on tensors on meta to ``recording``."""
-    with _NotOnMeta(), _Recorder(recording):
-        yield
+    with torch_private.noticed_meta_contexts() as inside:
+        given = _Given(inside)
+        with _NotOnMeta(given), _Recorder(recording, given):
+            yield
+
+
+class _Given(dict[int, Tensor]):
+    """Tensors, by storage, that the code makes in a ``with torch.device("meta")`` of its own, as ``from_pretrained``.
+
+    They have no values in a plain run either, and draw nothing.
+    """
+
+    def __init__(self, inside: Sequence[None]) -> None:
+        super().__init__()
+        self._inside = inside
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether it is one of these."""
+        return tensor.is_meta and storage_identity(tensor) in self
+
+    def is_made(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call with these arguments makes one."""
+        return bool(self._inside) and str(kwargs.get("device")) == "meta"
 
 
 class _NotOnMeta(TorchFunctionMode):
@@ -198,9 +220,15 @@ class _NotOnMeta(TorchFunctionMode):
     accepts no ``.data`` with values, and some functions read values without a dispatched operation.
     """
 
+    def __init__(self, given: _Given) -> None:
+        super().__init__()
+        self._given = given
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == Tensor.is_meta.__get__:  # pyrefly: ignore
-            return False
+            return func(*args) and storage_identity(args[0]) in self._given
+        if self._given.is_made(kwargs or {}):
+            return func(*args, **(kwargs or {}))
         if func == Tensor.data.__set__ and args[0].is_meta and not args[1].is_meta:  # pyrefly: ignore
             args = args[0], torch.empty(args[1].shape, dtype=args[1].dtype).copy_(args[1])
         if func in {Tensor.numpy, Tensor.__array__} and args[0].is_meta:
@@ -217,11 +245,11 @@ class _NotOnMeta(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs every operation on meta and records it. Operations on constants only are run without a record."""
+    """Runs every operation on meta and records it, except operations on constants and given tensors, which it runs."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, given: _Given) -> None:
         super().__init__()
-        self._recording = recording
+        self._recording, self._given = recording, given
         self._made: set[int] = set()  # storages that operations have made or written
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -229,8 +257,12 @@ class _Recorder(TorchDispatchMode):
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
         # An empty tensor gets a storage next, where torch copies a storage (deepcopy of a constant) or loads a file.
         is_blank = func is torch.ops.aten.empty.memory_format and list(args[0]) == [0]
-        if (tensors or is_blank) and not any(tensor.is_meta for tensor in tensors):
-            return func(*args, **kwargs)
+        is_plain = bool(tensors) or is_blank or self._given.is_made(kwargs)
+        if is_plain and all(not tensor.is_meta or self._given.has(tensor) for tensor in tensors):
+            result = func(*args, **kwargs)
+            made = (each for each in tree_iter(result) if isinstance(each, Tensor) and each.is_meta)
+            self._given.update((storage_identity(each), each.detach()) for each in made)
+            return result
         mutated = _mutated(func, args, kwargs)
         if not all(tensor.is_meta for tensor in mutated) or any(part in str(func) for part in _VALUE_DEPENDENT):
             return self._compute(func, args, kwargs, mutated)
