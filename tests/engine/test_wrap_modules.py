@@ -138,6 +138,7 @@ def test_auto_never_splits_experts_or_other_alternatives():
     assert names(Model(choices=nn.ModuleDict({"a": Model(layers=chain())}))) == []
     towers = {key: Model(layers=chain()) for key in "ab"}
     assert names(Model(towers=nn.ModuleDict(towers))) == []
+    assert names(nn.ModuleDict(towers)) == [f"{key}.layers.{i}" for key in "ab" for i in range(3)]  # two models in one
     holder = Holder()
     holder.experts = chain()
     assert "layers.0.experts.0" not in names(Model(layers=nn.ModuleList([holder, holder])))

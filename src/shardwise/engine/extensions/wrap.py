@@ -54,8 +54,8 @@ def _is_chain(module: nn.Module) -> bool:
 
 def _holds_alternatives(name: str, module: nn.Module) -> bool:
     """Whether a forward may use only some children: by the container's name, or in a dict by their equal class."""
-    if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-        return False
+    if not (name and isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))):
+        return False  # the model itself may be a dict of models, each with an optimizer of its own
     is_choice = isinstance(module, nn.ModuleDict) and not _is_chain(module)
     has_one_class = len(module) > 1 and len({type(child) for child in module.children()}) == 1
     return (is_choice and has_one_class) or _ALTERNATIVES.search(name.rpartition(".")[2]) is not None
