@@ -93,6 +93,9 @@ class Reads(nn.Module):
         self.coins = nn.Parameter(torch.bernoulli(torch.rand(50)))
         self.signs = nn.Parameter(torch.empty(50).bernoulli_(0.3))
         self.drawn = nn.Parameter(torch.multinomial(self.coins.detach() + 0.1, 5).float())
+        columns = torch.rand(3, 4)
+        columns[[0, 2]] *= 2
+        self.columns = nn.Parameter(columns[:, [-1, 0]][[True, False, True]])
         self.given = nn.Linear(2, 2)
         self.given.weight.data = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 

@@ -236,6 +236,8 @@ class _NotOnMeta(TorchFunctionMode):
                 "a tensor that has no values yet was handed to NumPy, which could write to it unseen.\n"
                 "  Read it with tensor.tolist(), and write with tensor.copy_(torch.from_numpy(array))."
             )
+        if func in {Tensor.__getitem__, Tensor.__setitem__} and args[0].is_meta:
+            args = args[0], _with_values(args[1]), *args[2:]
         if func in {Tensor.tolist, Tensor.__format__, torch.tensor}:
             args = tree_map(_computed, args)
         if func in {torch.tensor, torch.as_tensor} and kwargs and str(kwargs.get("device")) == "meta":
@@ -320,6 +322,14 @@ def _computed(value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.is_meta:
         return value
     return value.detach().masked_select(torch.ones_like(value, dtype=torch.bool)).view(value.shape)
+
+
+def _with_values(index: Any) -> Any:
+    """Return an index whose lists are tensors with values; torch would make them on meta."""
+    if isinstance(index, tuple):
+        return tuple(map(_with_values, index))
+    is_list = isinstance(index, list) and all(isinstance(each, int) for each in index)
+    return torch.tensor(index, dtype=None if index else torch.long) if is_list else index
 
 
 def _is_empty(data: Any) -> bool:
