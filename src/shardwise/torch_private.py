@@ -511,7 +511,7 @@ def replace_in_device_contexts(put: Callable[..., None], replaced: Mapping[Any, 
 
 @contextlib.contextmanager
 def no_autocast_on_meta() -> Iterator[None]:
-    """Let ``torch.autocast("meta", enabled=False)`` do nothing; torch raises, as it does not know the device.
+    """Turn ``torch.autocast("meta", enabled=False)`` into nothing; torch raises, as it does not know the device.
 
     Models switch autocast off for the device type of their inputs, around tables of positions.
     """

@@ -219,7 +219,7 @@ def test_a_module_of_a_merged_unit_is_refused_outside_of_its_own_call():
     whole.sum().backward()
     assert len(texts) == 1
     assert " of 'blocks.1.up." in texts[0]
-    assert "Compute in the forward of its unit 'blocks.1'" in texts[0]
+    assert "A module of its unit 'blocks.1' was called from outside of that unit's forward" in texts[0]
 
 
 def members_alone(model, rank, step):

@@ -19,6 +19,7 @@ def torchrun_says(tmp_path, monkeypatch):
 
     def says(*errors: tuple[int, Exception], is_training: bool = True) -> str:
         failures = {}
+        monkeypatch.setattr("shardwise.launch.error_file.time.time", lambda: 1000.0)  # of one moment
         for rank, error in errors:
             path = tmp_path / f"{rank}.json"
             monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))

@@ -436,9 +436,10 @@ def _advice_outside_unit(part: Part) -> str:
     mark = part.origin[0]
     group, unit, is_running, is_in_forward = mark.group if mark is not None else None, "the model", False, False
     if mark is not None and group is not None:
-        name, paths = group.layout.params[mark.index].name, [member.path for member in group.unit.members]
-        unit = next((f"its unit {path!r}" for path in paths if path and name.startswith(f"{path}.")), unit)
-        engine, is_running = engine_of_unit(group.unit), bool(group.unit.calls.frames)
+        name, engine = group.layout.params[mark.index].name, engine_of_unit(group.unit)
+        owner = next((each for each in group.unit.members if each.path and name.startswith(f"{each.path}.")), None)
+        unit = f"its unit {owner.path!r}" if owner is not None else unit
+        is_running = (owner or group.unit.members[0]).num_frames > 0
         is_in_forward = engine is not None and engine.forward.num_frames > 0
     if is_running:
         return (
