@@ -321,9 +321,10 @@ class Trainer:
                     " sets it by the schedule.\n"
                     "  Give TrainSpec(schedule=...), or write a loop of your own with sw.Run(..., scheduler=...)."
                 )
-        updated = {id(p) for group in groups for given in group["params"] for p in getattr(given, "shards", (given,))}
+        given = (each for group in groups for each in group["params"])
+        known = self._trained | {id(parameter) for each in given for parameter in getattr(each, "shards", (each,))}
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self._trained | updated:
+            if parameter.requires_grad and id(parameter) not in known:
                 raise ConfigError(
                     f"a callback has set requires_grad of {name!r}, which was frozen when the optimizer was made: it"
                     " would never be updated.\n"

@@ -156,7 +156,7 @@ def chain_of(model: nn.Module, name: str) -> str | None:
 
 
 def _automatic(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks: those in ``_no_split_modules`` of a transformers model, else members of outermost chains."""
+    """The repeated blocks: those in ``_no_split_modules`` of a transformers model, else the blocks of chains."""
     names = getattr(model, "_no_split_modules", None)
     if names:
         found = {name: m for name, m in _candidates(model).items() if type(m).__name__ in set(names)}
